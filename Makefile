@@ -1,0 +1,22 @@
+# Each target does its own set-up below .venv/, once, and again when pyproject.toml changes.
+.DEFAULT_GOAL := help
+.PHONY: help test lint demo clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: ## Run all tests: oldest and newest Python and Django, SQLite and PostgreSQL (ARGS="-k word" narrows)
+	@.ci/matrix test $(ARGS)
+
+lint: ## Check style, types, import layers and migrations
+	@.ci/matrix lint
+
+demo: ## Run the example project on a new SQLite file and show what was delivered
+	@.ci/environment demo any example
+	@rm -f example_project/db.sqlite3*
+	@.venv/demo/bin/python manage.py demo
+
+clean: ## Remove environments, caches and the demo's database
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -f example_project/db.sqlite3*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

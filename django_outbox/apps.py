@@ -1,0 +1,20 @@
+"""Start-up: register the checks and discover the handlers of every installed app."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+
+class DjangoOutboxConfig(AppConfig):
+    """The app that users add to ``INSTALLED_APPS`` as ``"django_outbox"``."""
+
+    name = "django_outbox"
+    verbose_name = "Outbox"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Make ready, once all models are loaded."""
+        from django_outbox import checks  # noqa: F401, PLC0415  registers itself
+        from django_outbox.events import discover_handlers  # noqa: PLC0415
+
+        discover_handlers()

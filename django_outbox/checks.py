@@ -1,0 +1,183 @@
+"""
+Django system checks: what is wrong with the set-up, said before it costs an event.
+
+Errors stop ``migrate`` and ``run_outbox``; warnings name what will hurt under
+load. None of them opens a database connection.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import psycopg
+from django.conf import settings as django_settings
+from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004  Django's word
+from django.db import connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg.conninfo import conninfo_to_dict
+
+from django_outbox.conf import OutboxSettings, get_settings, problems
+from django_outbox.models import OutboxEvent
+
+__all__ = ["MEANINGS", "check_outbox"]
+
+MEANINGS: Final = {
+    "E001": "An unknown key in `OUTBOX`.",
+    "E002": "A value of the wrong type in `OUTBOX`.",
+    "E003": "A value out of range in `OUTBOX`.",
+    "E004": "`DATABASE` is not an alias in `DATABASES`.",
+    "E005": "The longest retry wait is shorter than the first.",
+    "E006": "The replay window closes before the first replay.",
+    "E010": "The database is neither PostgreSQL nor SQLite.",
+    "E011": "Django uses psycopg2 because psycopg 3 cannot be imported.",
+    "E012": "A database router sends events elsewhere, or keeps their table from being created.",
+    "E013": "SQLite is older than 3.38.",
+    "E014": "`LISTEN_DSN` cannot be parsed.",
+    "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
+    "W011": "The connection pool is smaller than the relay's threads need.",
+    "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
+}
+"""Every check, by the last part of its id."""
+
+OLDEST_SQLITE: Final = (3, 38)
+
+# A relay's connections beside those of its handler threads: the loop, the flusher,
+# the renewer, and one to spare for a thread that takes the place of a stuck one.
+_CONNECTIONS_BESIDE_HANDLERS: Final = 4
+
+_BUSY_SECONDS: Final = 5
+
+_SQLITE_OPTIONS: Final = (
+    '"OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": "PRAGMA journal_mode=WAL;"}'
+)
+
+
+@register("django_outbox")
+def check_outbox(**_: Any) -> list[CheckMessage]:
+    """
+    Return what is wrong with ``OUTBOX`` and with the database that it names.
+
+    Settings come first: while one is wrong, nothing is said about the rest.
+    """
+    wrong = [
+        _message(problem.id, problem.message, problem.hint)
+        for problem in problems(getattr(django_settings, "OUTBOX", {}))
+    ]
+    return wrong or list(_database_problems(get_settings()))
+
+
+def _message(id: str, message: str, hint: str) -> CheckMessage:  # noqa: A002  Django's word
+    MEANINGS[id]  # a check that the documentation does not list is a KeyError here
+    level = Error if id.startswith("E") else Warning
+    return level(message, hint=hint, id=f"django_outbox.{id}")
+
+
+def _database_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    connection = connections[outbox.database]
+    by_vendor: dict[str, Callable[[OutboxSettings, BaseDatabaseWrapper], Iterator[CheckMessage]]] = {
+        "postgresql": _postgres_problems,
+        "sqlite": _sqlite_problems,
+    }
+    if connection.vendor in by_vendor:
+        yield from by_vendor[connection.vendor](outbox, connection)
+    else:
+        yield _message(
+            "E010",
+            f"The outbox is on database {outbox.database!r}, which is {connection.display_name}; "
+            "only PostgreSQL and SQLite are supported.",
+            'Name the alias of a supported database in OUTBOX["DATABASE"].',
+        )
+    yield from _router_problems(outbox)
+
+
+def _router_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    writes_to = router.db_for_write(OutboxEvent)
+    if writes_to != outbox.database:
+        yield _message(
+            "E012",
+            f"The database routers write OutboxEvent to {writes_to!r}, but the relay works on {outbox.database!r}.",
+            f'Let db_for_write() return {outbox.database!r} for app label "django_outbox", '
+            f'or set OUTBOX["DATABASE"] to {writes_to!r}.',
+        )
+    if not router.allow_migrate_model(outbox.database, OutboxEvent):
+        yield _message(
+            "E012",
+            f"The database routers do not allow the outbox tables to be created in {outbox.database!r}.",
+            f'Let allow_migrate() return True for database {outbox.database!r} and app label "django_outbox".',
+        )
+
+
+def _postgres_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+    from django.db.backends.postgresql import psycopg_any  # noqa: PLC0415  fails where there is no PostgreSQL driver
+
+    if not psycopg_any.is_psycopg3:
+        yield _message(
+            "E011",
+            "Django uses psycopg2, which the outbox does not support, because psycopg 3 cannot be imported.",
+            'Install its binary, "psycopg[binary]", or the libpq library, and uninstall psycopg2.',
+        )
+    pool = connection.settings_dict["OPTIONS"].get("pool")
+    if pool:
+        size = _pool_size(pool if isinstance(pool, dict) else {})
+        needed = outbox.events.concurrency + _CONNECTIONS_BESIDE_HANDLERS
+        if size < needed:
+            yield _message(
+                "W011",
+                f"The connection pool of {outbox.database!r} holds {size} connections; "
+                f"a relay with {outbox.events.concurrency} threads needs {needed}.",
+                f'Set "OPTIONS": {{"pool": {{"max_size": {needed}}}}}, or lower OUTBOX["EVENTS"]["CONCURRENCY"].',
+            )
+    if outbox.listen_dsn is not None:
+        try:
+            conninfo_to_dict(outbox.listen_dsn)
+        except psycopg.ProgrammingError:
+            # Its text quotes the DSN, which holds a password.
+            yield _message(
+                "E014",
+                'OUTBOX["LISTEN_DSN"] is not a PostgreSQL connection string.',
+                'Write "postgresql://user:password@host:5432/name" or "host=... dbname=...".',
+            )
+
+
+def _pool_size(options: dict[str, Any]) -> int:
+    # psycopg_pool: four connections unless told, and no more than min_size without max_size.
+    smallest = options.get("min_size", 4)
+    largest = options.get("max_size")
+    return int(smallest if largest is None else largest)
+
+
+def _sqlite_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        yield _message(
+            "E013",
+            f"SQLite is {sqlite3.sqlite_version}; the outbox needs {'.'.join(map(str, OLDEST_SQLITE))} or newer.",
+            "Use a newer Python or system library, or PostgreSQL.",
+        )
+    missing = list(_missing_sqlite_options(connection.settings_dict))
+    if missing:
+        yield _message(
+            "W010",
+            f"SQLite database {outbox.database!r} lacks {', '.join(missing)}: "
+            'writers will fail with "database is locked" under load.',
+            f"Put into DATABASES[{outbox.database!r}]: {_SQLITE_OPTIONS}",
+        )
+    if outbox.listen_dsn is not None:
+        yield _message(
+            "W012",
+            'OUTBOX["LISTEN_DSN"] is set, but the outbox is on SQLite, which has no LISTEN.',
+            'Remove it, or name a PostgreSQL alias in OUTBOX["DATABASE"].',
+        )
+
+
+def _missing_sqlite_options(database: dict[str, Any]) -> Iterator[str]:
+    options = database["OPTIONS"]
+    # A transaction that begins with a read and then writes cannot wait for the write lock: it fails at once.
+    if str(options.get("transaction_mode", "")).upper() not in {"IMMEDIATE", "EXCLUSIVE"}:
+        yield "immediate transactions"
+    if not re.search(r"journal_mode\s*(=|\()\s*['\"]?wal\b", str(options.get("init_command", "")), re.IGNORECASE):
+        yield "WAL"
+    if options.get("timeout", 0) < _BUSY_SECONDS:
+        yield f"a busy time-out of {_BUSY_SECONDS} seconds or more"

@@ -1,0 +1,287 @@
+"""
+``settings.OUTBOX`` → frozen settings, and the one validator behind the checks and the runtime.
+
+Every key is a dataclass field below: its default, kind, bounds, unit and
+meaning stand in one line, and the validator, the runtime and the documentation
+test all read that line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+from django.conf import settings as django_settings
+from django.core.signals import setting_changed
+
+from django_outbox.errors import InvalidSettings
+from django_outbox.retry import Schedule
+
+__all__ = ["OutboxSettings", "Problem", "QueueSettings", "get_settings", "problems", "setting_fields"]
+
+Kind = Literal["bool", "count", "seconds", "text", "module", "queue"]
+
+_YEAR: Final = 366 * 86_400.0
+_FOR_EVER: Final = 100 * _YEAR
+
+_WANTED: Final[Mapping[Kind, tuple[tuple[type, ...], str]]] = {
+    "bool": ((bool,), "True or False"),
+    "count": ((int,), "a whole number"),
+    "seconds": ((int, float), "a number of seconds"),
+    "text": ((str,), "a string"),
+    "module": ((str,), "a string"),
+}
+
+
+def _setting(
+    kind: Kind,
+    *,
+    default: Any,
+    low: float = 0,
+    high: float = _YEAR,
+    unit: str = "",
+    optional: bool = False,
+    doc: str,
+) -> Any:
+    return field(
+        default=default,
+        metadata={
+            "kind": kind,
+            "low": low,
+            "high": high,
+            "unit": unit or ("seconds" if kind == "seconds" else ""),
+            "optional": optional or default is None,
+            "doc": doc,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """The settings of one queue."""
+
+    max_attempts: int = _setting(
+        "count", default=8, low=1, high=10_000, unit="attempts", doc="Failed attempts after which a row is dead."
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=5.0, doc="Wait after the first failure; doubles from there."
+    )
+    retry_cap_seconds: float = _setting(
+        "seconds", default=3_600.0, doc="Longest wait between two attempts, before jitter."
+    )
+    replay_every_seconds: float | None = _setting(
+        "seconds", default=21_600.0, low=1, optional=True, doc="How often a dead row is tried again; `None` = never."
+    )
+    replay_for_seconds: float | None = _setting(
+        "seconds",
+        default=None,
+        low=1,
+        high=_FOR_EVER,
+        doc="Age after which a dead row is not replayed; `None` = for ever.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=60.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=30.0, low=0.01, high=86_400, doc="Time limit of a handler that sets none of its own."
+    )
+    concurrency: int = _setting(
+        "count", default=8, low=1, high=1_000, unit="threads", doc="Handler threads per relay process."
+    )
+    retention_seconds: float | None = _setting(
+        "seconds",
+        default=604_800.0,
+        high=_FOR_EVER,
+        optional=True,
+        doc="How long done rows are kept; an idle relay removes older ones. `None` = for ever. "
+        "Dead and failed rows are kept.",
+    )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The failure schedule these settings describe."""
+        return Schedule(
+            max_attempts=self.max_attempts,
+            base=self.retry_base_seconds,
+            cap=self.retry_cap_seconds,
+            replay_every=self.replay_every_seconds,
+            replay_for=self.replay_for_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxSettings:
+    """All of ``settings.OUTBOX``, validated, with defaults filled in."""
+
+    database: str = _setting("text", default="default", doc="Alias of the database that holds the outbox tables.")
+    require_transaction: bool = _setting(
+        "bool", default=True, doc="Refuse `emit_event` outside `atomic()`. `False`: it opens a transaction of its own."
+    )
+    max_payload_bytes: int = _setting(
+        "count",
+        default=262_144,
+        low=64,
+        high=64 * 2**20,
+        unit="bytes",
+        doc="Largest payload, and largest headers, as UTF-8 JSON.",
+    )
+    poll_seconds: float = _setting("seconds", default=30.0, low=0.05, high=3_600, doc="Longest sleep of an idle relay.")
+    shutdown_grace_seconds: float = _setting(
+        "seconds", default=25.0, low=0, high=3_600, doc="How long a stopping relay waits for handlers at work."
+    )
+    stuck_seconds: float = _setting(
+        "seconds",
+        default=300.0,
+        low=0,
+        high=86_400,
+        doc="How long a handler past its time limit keeps its row before it counts as failed.",
+    )
+    park_for_seconds: float = _setting(
+        "seconds",
+        default=86_400.0,
+        low=0,
+        doc="How long a delivery waits for a relay that knows its handler; 0 = dead at once.",
+    )
+    listen_dsn: str | None = _setting(
+        "text", default=None, doc="PostgreSQL DSN for LISTEN, when `DATABASE` points at a transaction pooler."
+    )
+    handlers_module: str = _setting(
+        "module", default="outbox_handlers", doc="Module looked for in every installed app."
+    )
+    events: QueueSettings = field(
+        default_factory=QueueSettings,
+        metadata={"kind": "queue", "doc": "The events queue.", "unit": "", "optional": False},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with ``OUTBOX``: a stable check id, a sentence, a hint."""
+
+    id: str
+    message: str
+    hint: str
+
+
+def setting_fields(cls: type[OutboxSettings | QueueSettings] = OutboxSettings) -> dict[str, Field[Any]]:
+    """Return the setting keys as users write them, with the field behind each."""
+    return {entry.name.upper(): entry for entry in fields(cls)}
+
+
+def problems(raw: object) -> list[Problem]:
+    """Return everything that is wrong with a value of ``settings.OUTBOX``; empty when it is right."""
+    if not isinstance(raw, Mapping):
+        return [_not_a_dict(raw, "OUTBOX")]
+    return list(_problems(raw, OutboxSettings, "OUTBOX")) or list(_contradictions(_build(raw)))
+
+
+def get_settings() -> OutboxSettings:
+    """
+    Return the settings in force; raise `InvalidSettings` naming the first wrong key.
+
+    The value is cached and follows Django's ``setting_changed`` signal.
+    """
+    return _cached()
+
+
+@lru_cache(maxsize=1)
+def _cached() -> OutboxSettings:
+    raw = getattr(django_settings, "OUTBOX", {})
+    for problem in problems(raw):
+        raise InvalidSettings(f"{problem.message} {problem.hint}")
+    return _build(raw)
+
+
+def _forget(*, setting: str, **_: object) -> None:
+    if setting in {"OUTBOX", "DATABASES"}:
+        _cached.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_outbox.conf")
+
+
+def _build(raw: Mapping[str, Any]) -> OutboxSettings:
+    values: dict[str, Any] = {}
+    for key, entry in setting_fields().items():
+        if key in raw:
+            values[entry.name] = (
+                QueueSettings(**{name.lower(): value for name, value in raw[key].items()})
+                if entry.metadata["kind"] == "queue"
+                else raw[key]
+            )
+    return OutboxSettings(**values)
+
+
+def _problems(raw: Mapping[Any, Any], cls: type[OutboxSettings | QueueSettings], where: str) -> Iterator[Problem]:
+    known = setting_fields(cls)
+    for key, value in raw.items():
+        path = f'{where}["{key}"]'
+        if key not in known:
+            yield Problem("E001", f"{path} is not a setting.", _hint_for_unknown(str(key).upper(), known))
+        elif known[key].metadata["kind"] != "queue":
+            yield from _value_problems(path, value, known[key].metadata)
+        elif isinstance(value, Mapping):
+            yield from _problems(value, QueueSettings, path)
+        else:
+            yield _not_a_dict(value, path)
+
+
+def _not_a_dict(value: object, where: str) -> Problem:
+    return Problem("E002", f"{where} must be a dict, not {type(value).__name__}.", f"Write {where} = {{}}.")
+
+
+def _hint_for_unknown(key: str, known: Mapping[str, Field[Any]]) -> str:
+    if key in setting_fields(QueueSettings) and key not in known:
+        return f'It belongs to a queue: OUTBOX["EVENTS"]["{key}"].'
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
+
+
+def _value_problems(path: str, value: object, meta: Mapping[str, Any]) -> Iterator[Problem]:
+    if value is None and meta["optional"]:
+        return
+    types, words = _WANTED[meta["kind"]]
+    # bool is a subclass of int, but True attempts are a mistake.
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        or_none = " or None" if meta["optional"] else ""
+        yield Problem("E002", f"{path} must be {words}{or_none}, not {type(value).__name__}.", meta["doc"])
+    elif value == "":
+        yield Problem("E003", f"{path} is empty.", meta["doc"] + " Leave it out for the default.")
+    elif meta["kind"] == "module" and not all(part.isidentifier() for part in str(value).split(".")):
+        yield Problem("E003", f"{path} is {value!r}, which is not the name of a module.", meta["doc"])
+    # In this form a NaN is out of range too.
+    elif isinstance(value, int | float) and not meta["low"] <= value <= meta["high"]:
+        low, high, unit = meta["low"], meta["high"], meta["unit"]
+        yield Problem("E003", f"{path} is {value}; it must lie between {low:,} and {high:,} {unit}.", meta["doc"])
+
+
+def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
+    if built.database not in django_settings.DATABASES:
+        yield Problem(
+            "E004",
+            f'OUTBOX["DATABASE"] is {built.database!r}, which is not in DATABASES.',
+            f"Use one of: {', '.join(sorted(django_settings.DATABASES))}.",
+        )
+    for name, queue in (("EVENTS", built.events),):
+        where = f'OUTBOX["{name}"]'
+        if queue.retry_cap_seconds < queue.retry_base_seconds:
+            yield Problem(
+                "E005",
+                f"{where}: RETRY_CAP_SECONDS ({queue.retry_cap_seconds:g}) is less than "
+                f"RETRY_BASE_SECONDS ({queue.retry_base_seconds:g}).",
+                "The cap is the longest wait; make it at least the base.",
+            )
+        if (
+            queue.replay_every_seconds is not None
+            and queue.replay_for_seconds is not None
+            and queue.replay_for_seconds <= queue.replay_every_seconds
+        ):
+            yield Problem(
+                "E006",
+                f"{where}: the replay window closes ({queue.replay_for_seconds:g} s) before the first replay "
+                f"({queue.replay_every_seconds:g} s).",
+                "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
+            )

@@ -1,0 +1,196 @@
+"""
+The tables. Constraints and indexes stand here, the statements that use them in ``lease.py``.
+
+No queue refers to another by foreign key: ids are copied, so purging one table
+never touches another.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from django.conf import settings
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import F, Func, Q, TextField, Value
+from django.db.models.lookups import Exact
+from django.utils import timezone
+
+__all__ = ["JSONTypeOf", "Leasable", "OutboxEvent", "Status", "UTCDateTimeField"]
+
+
+class Status(models.TextChoices):
+    """Where a row stands. The values stand literally in the index predicates and in ``lease.py``."""
+
+    PENDING = "pending", "pending"
+    WAITING = "waiting", "waiting"
+    DONE = "done", "done"
+    DEAD = "dead", "dead"
+    FAILED = "failed", "failed"
+
+
+class UTCDateTimeField(models.DateTimeField):
+    """
+    A moment, read as an aware UTC datetime whatever USE_TZ and TIME_ZONE say.
+
+    The engine writes these columns with the database's clock, in UTC. Django's own
+    field would read them in the connection's zone, or as naive local time.
+    """
+
+    def from_db_value(
+        self, value: datetime | None, expression: object, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        """Return the moment in UTC."""
+        if value is None:
+            return None
+        if connection.vendor == "sqlite":
+            return value.replace(tzinfo=UTC)
+        if timezone.is_naive(value):
+            value = value.replace(tzinfo=ZoneInfo(connection.timezone_name))
+        return value.astimezone(UTC)
+
+    def get_prep_value(self, value: Any) -> Any:
+        """Return the moment in UTC; a naive one is taken in the project's time zone."""
+        value = self.to_python(value)
+        if isinstance(value, datetime):
+            if timezone.is_naive(value):
+                value = value.replace(tzinfo=ZoneInfo(settings.TIME_ZONE or "UTC"))
+            return value.astimezone(UTC)
+        return value
+
+    def get_db_prep_value(self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False) -> Any:
+        """Return what the driver stores: text without an offset on SQLite, an aware datetime elsewhere."""
+        if not prepared:
+            value = self.get_prep_value(value)
+        if isinstance(value, datetime) and connection.vendor == "sqlite":
+            return str(value.replace(tzinfo=None))
+        return value
+
+
+class JSONTypeOf(Func):
+    """The JSON type of a column's value, by the database's own word for it."""
+
+    function = "JSONB_TYPEOF"
+    output_field = TextField()
+
+    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> tuple[str, Any]:
+        """Use SQLite's name of the function."""
+        return self.as_sql(compiler, connection, function="JSON_TYPE", **context)
+
+
+def is_json_object(field: str) -> Exact:
+    """Return the condition that a JSON column holds an object."""
+    return Exact(JSONTypeOf(F(field)), Value("object"))
+
+
+class Leasable(models.Model):
+    """
+    What every queue's row shares: a status, a schedule and a lease.
+
+    ``lease_until`` and ``leased_by`` are in no index and in no index predicate: a
+    claim changes them and the counters alone, which PostgreSQL can then do as a
+    HOT update, without touching an index.
+    """
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    status = models.CharField(max_length=16, choices=Status.choices, db_default=Status.PENDING.value)
+    attempts = models.IntegerField(db_default=0, help_text="+1 at claim; given back at release.")
+    fence = models.BigIntegerField(db_default=0, help_text="+1 at every claim, never reset.")
+    due_at = UTCDateTimeField(null=True, blank=True)
+    lease_until = UTCDateTimeField(null=True, blank=True)
+    leased_by = models.CharField(max_length=128, blank=True, db_default="")
+    lost_leases = models.IntegerField(
+        db_default=0, help_text="Starts that ended with the death of their process, in a row."
+    )
+    not_before = UTCDateTimeField(null=True, blank=True)
+    quiet = models.BooleanField(db_default=False, help_text="Its death is not announced.")
+    last_error = models.TextField(blank=True, db_default="")
+    created_at = UTCDateTimeField()
+    finished_at = UTCDateTimeField(null=True, blank=True)
+    dead_at = UTCDateTimeField(null=True, blank=True)
+
+    class Meta:
+        abstract = True
+        constraints = (
+            models.CheckConstraint(
+                condition=Q(status__in=["pending", "waiting", "done", "dead", "failed"]),
+                name="%(app_label)s_%(class)s_status",
+            ),
+            models.CheckConstraint(
+                condition=Q(status="dead")
+                | Q(status="waiting", due_at__isnull=False)
+                | Q(status__in=["pending", "done", "failed"], due_at__isnull=True),
+                name="%(app_label)s_%(class)s_due",
+            ),
+            models.CheckConstraint(
+                condition=~Q(status__in=["done", "failed"]) | Q(leased_by="", lease_until__isnull=True),
+                name="%(app_label)s_%(class)s_finished",
+            ),
+            models.CheckConstraint(
+                condition=Q(attempts__gte=0, fence__gte=0, lost_leases__gte=0),
+                name="%(app_label)s_%(class)s_counters",
+            ),
+        )
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class OutboxEvent(Leasable):
+    """One event, and which of its handlers it is still owed to."""
+
+    type = models.CharField(max_length=128)
+    payload = models.JSONField(encoder=DjangoJSONEncoder)
+    occurred_at = UTCDateTimeField()
+    aggregate_type = models.CharField(max_length=128, blank=True, db_default="")
+    aggregate_id = models.CharField(max_length=255, blank=True, db_default="")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    request_id = models.CharField(max_length=255, blank=True, db_default="")
+    causation_id = models.UUIDField(null=True, blank=True)
+    headers = models.JSONField(default=dict, encoder=DjangoJSONEncoder)
+    deliveries = models.JSONField(default=dict, help_text="Handler name → delivery time, null while owed.")
+    failures = models.JSONField(default=dict, help_text="Handler name → its last error and how it ended.")
+
+    class Meta(Leasable.Meta):
+        db_table = "django_outbox_event"
+        verbose_name = "event"
+        verbose_name_plural = "events"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_outboxevent", "Can retry events"),
+            ("discard_outboxevent", "Can discard events"),
+        )
+        constraints = (
+            *Leasable.Meta.constraints,
+            models.CheckConstraint(condition=is_json_object("headers"), name="django_outbox_event_headers_object"),
+            models.CheckConstraint(
+                condition=is_json_object("deliveries"), name="django_outbox_event_deliveries_object"
+            ),
+            models.CheckConstraint(condition=is_json_object("failures"), name="django_outbox_event_failures_object"),
+        )
+        indexes = (
+            # The three scans of a claim. Each predicate is a literal status, so that
+            # neither finished rows nor those of another scan are ever walked.
+            models.Index(fields=["created_at", "id"], name="outbox_event_pending", condition=Q(status="pending")),
+            models.Index(fields=["due_at", "id"], name="outbox_event_waiting", condition=Q(status="waiting")),
+            models.Index(
+                fields=["due_at", "id"], name="outbox_event_replay", condition=Q(status="dead", due_at__isnull=False)
+            ),
+            # What operators look at, newest first.
+            models.Index(fields=["dead_at", "id"], name="outbox_event_dead", condition=Q(status="dead")),
+            models.Index(fields=["finished_at", "id"], name="outbox_event_failed", condition=Q(status="failed")),
+            # Retention.
+            models.Index(fields=["finished_at", "id"], name="outbox_event_done", condition=Q(status="done")),
+            # "What happened to order 123?" Events without an aggregate pay nothing for it.
+            models.Index(
+                fields=["aggregate_type", "aggregate_id", "id"],
+                name="outbox_event_aggregate",
+                condition=~Q(aggregate_id=""),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.pk}"

@@ -1,0 +1,783 @@
+"""
+The relay: claims due rows, runs their handlers in threads, settles what they became.
+
+Who does what in a relay process:
+
+- the calling thread claims, and hands rows to the handler threads;
+- handler threads run handlers, one row each at a time;
+- the settler writes outcomes in batches;
+- the keeper renews leases and watches the time limits, for all threads at once;
+- the watcher (``wake.py``) says when there may be something to claim;
+- the isolator runs, in a child process, rows that have killed a process before.
+
+Each has a database connection of its own, and none of them holds a transaction or a
+lock while a handler runs.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import multiprocessing
+import queue
+import re
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Literal
+from uuid import UUID
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.backends.signals import connection_created
+
+from django_outbox import events, wake
+from django_outbox import lease as engine
+from django_outbox.conf import OutboxSettings, get_settings
+from django_outbox.errors import clean_error
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["EXIT_RECYCLE", "Mode", "Relay"]
+
+logger = logging.getLogger("django_outbox.relay")
+
+Mode = Literal["serve", "drain", "once"]
+
+EXIT_RECYCLE: Final = 75
+"""Exit code of a relay with too many stuck threads, for a supervisor to start another (EX_TEMPFAIL)."""
+
+CLAIM_LIMIT: Final = 500
+IN_FLIGHT_LIMIT: Final = 1_500
+SETTLE_LIMIT: Final = 500
+PREFETCH_SECONDS: Final = 0.5
+"""Rows are claimed ahead for about this long, by the measured time of a row."""
+EMPTY_FLOOR_SECONDS: Final = 0.05
+FAILED_FLOOR_SECONDS: Final = 2.0
+TICK_SECONDS: Final = 0.1
+COROUTINE_GRACE_SECONDS: Final = 1.0
+CONNECTION_MAX_AGE_SECONDS: Final = 300.0
+CONNECTION_TRUST_SECONDS: Final = 1.0
+PURGE_EVERY_SECONDS: Final = 60.0
+PURGE_LIMIT: Final = 2_000
+DATABASE_TROUBLE: Final = (DatabaseError, InterfaceError)
+
+
+class _Flight:
+    """A row that this process owns, from claim to settle."""
+
+    __slots__ = ("closed", "elapsed", "lease", "run")
+
+    def __init__(self, lease: engine.Lease) -> None:
+        self.lease = lease
+        self.run: events.EventRun | None = None
+        self.closed = False
+        self.elapsed = 0.0
+
+
+class _Slot:
+    """What one handler thread is doing, as the keeper sees it."""
+
+    __slots__ = ("abandoned", "deadline", "flight", "handler", "lock", "started")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.flight: _Flight | None = None
+        self.handler: events.Handler | None = None
+        self.started = 0.0
+        self.deadline = 0.0
+        self.abandoned = False
+
+    def begin(self, flight: _Flight, handler: events.Handler, limit: float) -> None:
+        with self.lock:
+            self.flight, self.handler = flight, handler
+            self.started = time.monotonic()
+            self.deadline = self.started + limit
+
+    def end(self) -> bool:
+        """Return whether the thread is still the relay's."""
+        with self.lock:
+            self.flight = self.handler = None
+            return not self.abandoned
+
+
+class Relay:
+    """
+    One relay process's worth of delivery, for one database.
+
+    `run` returns when `stop` was called (from any thread or signal handler), or when
+    the mode's work is done: ``once`` claims one time, ``drain`` goes on until nothing is
+    due. ``progress`` is called a few times a second with the counts so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        using: str | None = None,
+        threads: int | None = None,
+        mode: Mode = "serve",
+        progress: Callable[[Counter[str]], None] | None = None,
+    ) -> None:
+        self.settings: OutboxSettings = get_settings()
+        self.queue = events.EVENTS
+        self.queue_settings = self.settings.events
+        self.using = using or self.settings.database
+        self.threads = threads or self.queue_settings.concurrency
+        self.mode = mode
+        self.holder = engine.holder_name()
+        self.counts: Counter[str] = Counter()
+        self.watcher: wake.Watcher | None = None
+        self._progress = progress
+        self._claimer = engine.Claimer(self.queue, holder=self.holder, using=self.using)
+        self._signal = wake.Signal()
+        self._stopping = False
+        self._exit_code = 0
+        self._flights: dict[UUID, _Flight] = {}
+        self._flights_lock = threading.Lock()
+        self._landed = threading.Condition(self._flights_lock)
+        self._ready: deque[_Flight] = deque()
+        self._work = threading.Semaphore(0)
+        self._slots: list[_Slot] = []
+        self._stuck: list[_Slot] = []
+        self._outcomes: queue.SimpleQueue[tuple[_Flight, engine.Settled] | None] = queue.SimpleQueue()
+        self._isolated: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._isolator: threading.Thread | None = None
+        self._keeper_wake = threading.Event()
+        self._closing = False
+        self._row_seconds = 0.05
+        self._hungry = False
+        self._database_down = False
+
+    # --- the caller's thread
+
+    def stop(self) -> None:
+        """Ask the relay to stop; safe to call from a signal handler."""
+        self._stopping = True
+        self._signal.set()
+
+    def held(self) -> int:
+        """Return how many rows this process owns; zero when nothing is in its hands."""
+        return len(self._flights)
+
+    def run(self) -> int:
+        """Deliver until the mode's work is done or `stop` is called; return the process's exit code."""
+        helpers = [
+            threading.Thread(target=self._settle_loop, name="outbox-settle", daemon=True),
+            threading.Thread(target=self._keep_loop, name="outbox-keep", daemon=True),
+        ]
+        for helper in helpers:
+            helper.start()
+        for _ in range(self.threads):
+            self._add_thread()
+        self.watcher = wake.watch(self.using, self._signal.set, dsn=self.settings.listen_dsn)
+        if self.mode == "serve":
+            self.watcher.start()
+        try:
+            self._claim_loop()
+            self._wind_down()
+        finally:
+            self._closing = True
+            self.watcher.stop()
+            self._keeper_wake.set()
+            self._outcomes.put(None)
+            self._isolated.put(None)
+            for _ in range(len(self._slots)):
+                self._work.release()
+            for helper in helpers:
+                helper.join(timeout=10)
+            _close_connections()
+        self._report()
+        return self._exit_code
+
+    def _claim_loop(self) -> None:
+        purged = time.monotonic()
+        while not self._stopping:
+            # Before the claim, never after: what commits while the claim runs wakes us again.
+            self._signal.clear()
+            room = self._room()
+            asked = min(room, CLAIM_LIMIT)
+            claimed = 0
+            pause: float | None = None
+            if asked > 0:
+                try:
+                    claimed = self._take(self._claim(asked))
+                except DATABASE_TROUBLE as error:
+                    self._database_failed("claim", error)
+                    self._pause(FAILED_FLOOR_SECONDS)
+                    continue
+                self._database_works()
+            if self.mode == "once":
+                return
+            self._hungry = asked == 0 or claimed == asked
+            if self._hungry:
+                # As much as was asked for: there is more. Go on as soon as there is room.
+                if self._room() > 0:
+                    continue
+                pause = self.settings.poll_seconds
+            elif claimed == 0 and self.mode == "drain" and self.held() == 0:
+                return
+            else:
+                try:
+                    if self.mode == "serve" and time.monotonic() - purged > PURGE_EVERY_SECONDS:
+                        purged = time.monotonic()
+                        self._purge()
+                    due = engine.next_due_seconds(self.queue, using=self.using)
+                except DATABASE_TROUBLE as error:
+                    self._database_failed("poll", error)
+                    self._pause(FAILED_FLOOR_SECONDS)
+                    continue
+                pause = self.settings.poll_seconds if due is None else min(due, self.settings.poll_seconds)
+                if claimed == 0:
+                    self._pause(EMPTY_FLOOR_SECONDS)
+            self._sleep(pause)
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait for a wake-up, at most so long, reporting progress meanwhile."""
+        until = time.monotonic() + seconds
+        while not self._stopping:
+            left = until - time.monotonic()
+            if left <= 0 or self._signal.wait(min(left, 0.25) if self._progress else left):
+                break
+            self._report()
+        self._report()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait so long whatever wakes us, but a stop."""
+        until = time.monotonic() + seconds
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress(self.counts)
+
+    def _room(self) -> int:
+        """Return how many rows to claim so that the threads are busy for `PREFETCH_SECONDS`, and no more."""
+        rows = int(self.threads * PREFETCH_SECONDS / max(self._row_seconds, 1e-6))
+        return min(max(rows, self.threads), IN_FLIGHT_LIMIT) - self.held()
+
+    def _claim(self, limit: int) -> list[engine.Lease]:
+        return self._claimer.claim(limit, lease_seconds=self.queue_settings.lease_seconds)
+
+    def _take(self, leases: Sequence[engine.Lease]) -> int:
+        """Put claimed rows in flight and hand them to the threads; return how many were claimed."""
+        for lease in leases:
+            with self._flights_lock:
+                known = self._flights.get(lease.id)
+                if known is None:
+                    flight = self._flights[lease.id] = _Flight(lease)
+                else:
+                    # Our own lease ran out while the row is still in our hands. The run in
+                    # progress goes on under the new fence; a second one must not start.
+                    known.lease.fence, known.lease.deadline = lease.fence, lease.deadline
+                    continue
+            if lease.lost_leases:
+                self._isolate(flight)
+            else:
+                self._ready.append(flight)
+                self._work.release()
+        if leases:
+            self._keeper_wake.set()
+        return len(leases)
+
+    def _purge(self) -> None:
+        if self.queue_settings.retention_seconds is None:
+            return
+        gone = engine.purge(
+            self.queue,
+            using=self.using,
+            older_than_seconds=self.queue_settings.retention_seconds,
+            limit=PURGE_LIMIT,
+        )
+        if gone:
+            logger.info("old rows removed queue=%s rows=%d", self.queue.name, gone)
+
+    def _wind_down(self) -> None:
+        """Finish what is in flight: in full, or after a stop within the grace time."""
+        if not self._stopping:
+            with self._landed:
+                while self._flights and not self._stopping:
+                    self._landed.wait(0.25)
+                    self._report()
+        if not self._stopping:
+            return
+        self._release(self._withdraw(lambda _: True))
+        until = time.monotonic() + self.settings.shutdown_grace_seconds
+        with self._landed:
+            while self._flights and (left := until - time.monotonic()) > 0:
+                self._landed.wait(min(left, 0.25))
+            left_over = list(self._flights.values())
+        for flight in left_over:
+            run = flight.run
+            if run is not None:
+                run.interrupt()
+                self._close(flight)
+        with self._landed:
+            deadline = time.monotonic() + 5
+            while self._flights and time.monotonic() < deadline:
+                self._landed.wait(0.1)
+        if left_over:
+            logger.warning("stopped with handlers at work, counted as failed attempts rows=%d", len(left_over))
+
+    # --- rows in and out of flight
+
+    def _withdraw(self, wanted: Callable[[_Flight], bool]) -> list[_Flight]:
+        """Take rows back that no thread has started."""
+        withdrawn = []
+        for flight in list(self._ready):
+            if wanted(flight):
+                # Removing is atomic: either a thread took it first, or no thread can.
+                try:
+                    self._ready.remove(flight)
+                except ValueError:
+                    continue
+                withdrawn.append(flight)
+        return withdrawn
+
+    def _release(self, flights: Sequence[_Flight]) -> None:
+        for start in range(0, len(flights), CLAIM_LIMIT):
+            chunk = flights[start : start + CLAIM_LIMIT]
+            try:
+                self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
+            except DATABASE_TROUBLE as error:
+                # Their leases run out by themselves.
+                self._database_failed("release", error)
+            self._land(chunk)
+
+    def _land(self, flights: Sequence[_Flight]) -> None:
+        with self._landed:
+            for flight in flights:
+                if self._flights.get(flight.lease.id) is flight:
+                    del self._flights[flight.lease.id]
+            self._landed.notify_all()
+        if self._hungry or (self.mode == "drain" and not self._flights):
+            self._signal.set()
+
+    def _close(self, flight: _Flight) -> None:
+        """Send a row to the settler once all its handlers have ended; the first caller does."""
+        run = flight.run
+        if run is None or not run.complete:
+            return
+        with self._flights_lock:
+            if flight.closed:
+                return
+            flight.closed = True
+        if run.lost:
+            self.counts["lost"] += 1
+            logger.warning(
+                "lease lost, the row is another relay's now queue=%s id=%s", self.queue.name, flight.lease.id
+            )
+            self._land([flight])
+        else:
+            self._outcomes.put((flight, run.settled()))
+
+    # --- handler threads
+
+    def _add_thread(self, flight: _Flight | None = None) -> None:
+        slot = _Slot()
+        self._slots.append(slot)
+        name = f"outbox-handler-{len(self._slots)}"
+        threading.Thread(target=self._work_loop, args=(slot, flight), name=name, daemon=True).start()
+
+    def _work_loop(self, slot: _Slot, flight: _Flight | None) -> None:
+        _thread.is_relay = True
+        try:
+            while not self._closing:
+                if flight is None:
+                    self._work.acquire()
+                    try:
+                        flight = self._ready.popleft()
+                    except IndexError:
+                        continue
+                if not self._deliver(slot, flight):
+                    return
+                flight = None
+        finally:
+            _close_connections()
+
+    def _deliver(self, slot: _Slot, flight: _Flight) -> bool:
+        """Run a row's handlers in this thread; return whether the thread is still the relay's."""
+        began = time.perf_counter()
+        run = flight.run
+        if run is None:
+            run = flight.run = events.EventRun(flight.lease, using=self.using)
+        while (handler := run.next_handler()) is not None:
+            limit = handler.timeout or self.queue_settings.timeout_seconds
+            # A coroutine is cancelled in time; the thread is given up only if that does not help.
+            slot.begin(flight, handler, limit + (COROUTINE_GRACE_SECONDS if handler.is_async else 0.0))
+            _trust_connections_briefly()
+            # A context of its own, so that a language, a time zone or any other context
+            # variable that the handler sets ends with it.
+            result = contextvars.copy_context().run(run.invoke, handler, timeout=limit)
+            left_behind = _tidy_connections()
+            if left_behind and result.ok:
+                result = events.Result(left_behind)
+            ours = slot.end()
+            run.finish(handler, result)
+            if not ours:
+                self._close(flight)
+                return False
+        flight.elapsed += time.perf_counter() - began
+        self._close(flight)
+        return True
+
+    # --- the settler
+
+    def _settle_loop(self) -> None:
+        try:
+            while True:
+                item = self._outcomes.get()
+                batch = [] if item is None else [item]
+                while len(batch) < SETTLE_LIMIT and not self._outcomes.empty():
+                    with suppress(queue.Empty):
+                        following = self._outcomes.get_nowait()
+                        if following is None:
+                            item = None
+                        else:
+                            batch.append(following)
+                if batch:
+                    self._settle(batch)
+                if item is None:
+                    return
+        finally:
+            _close_connections()
+
+    def _settle(self, batch: Sequence[tuple[_Flight, engine.Settled]]) -> None:
+        wait, again = 0.05, False
+        outcomes = [settled for _, settled in batch]
+        while True:
+            try:
+                written = engine.settle(
+                    outcomes,
+                    schedule=self.queue_settings.schedule,
+                    using=self.using,
+                    announce=events.announcement,
+                    again=again,
+                )
+                break
+            except DATABASE_TROUBLE as error:
+                # The work is done; only the record of it is missing. Trying again costs
+                # nothing, and the guard refuses what is another's by then.
+                self._database_failed("settle", error)
+                if self._closing:
+                    return
+                time.sleep(wait)
+                wait, again = min(wait * 2, FAILED_FLOOR_SECONDS), True
+        self._database_works()
+        for _, settled in batch:
+            status = written.get(settled.lease.id, "lost")
+            self.counts[status] += 1
+            if status == "lost":
+                logger.warning(
+                    "outcome not written, the row is another relay's queue=%s id=%s", self.queue.name, settled.lease.id
+                )
+        mean = sum(flight.elapsed for flight, _ in batch) / len(batch)
+        self._row_seconds += (mean - self._row_seconds) * min(1.0, len(batch) / 50)
+        self._land([flight for flight, _ in batch])
+        if any(status in {"waiting", "dead"} for status in written.values()):
+            # It may fall due before the claim loop would look again.
+            self._signal.set()
+        elif events.EVENTS.announcement and "failed" in written.values():
+            self._signal.set()
+
+    # --- the keeper
+
+    def _keep_loop(self) -> None:
+        lease_seconds = self.queue_settings.lease_seconds
+        check_every = min(1.0, lease_seconds / 12)
+        checked = time.monotonic()
+        try:
+            while not self._closing:
+                if not self._flights:
+                    self._keeper_wake.wait()
+                    self._keeper_wake.clear()
+                else:
+                    self._keeper_wake.wait(TICK_SECONDS)
+                self._watch_limits()
+                if time.monotonic() - checked >= check_every:
+                    checked = time.monotonic()
+                    self._renew(lease_seconds)
+        finally:
+            _close_connections()
+
+    def _watch_limits(self) -> None:
+        now = time.monotonic()
+        for slot in list(self._slots):
+            if slot.flight is not None and now >= slot.deadline:
+                self._abandon(slot)
+        for slot in list(self._stuck):
+            flight, handler = slot.flight, slot.handler
+            if flight is None or handler is None:
+                self._stuck.remove(slot)  # it came back
+            elif now >= slot.deadline + self.settings.stuck_seconds and flight.run is not None:
+                text = (
+                    f"the handler took longer than its {slot.deadline - slot.started:g} s"
+                    f" and did not return within {self.settings.stuck_seconds:g} s more"
+                )
+                flight.run.finish(handler, events.Result(text))
+                self._close(flight)
+
+    def _abandon(self, slot: _Slot) -> None:
+        """Give up the thread of a handler past its limit: its row waits for it, everything else goes on."""
+        with slot.lock:
+            flight, handler = slot.flight, slot.handler
+            if flight is None or handler is None or time.monotonic() < slot.deadline:
+                return
+            slot.abandoned = True
+        self._slots.remove(slot)
+        self._stuck.append(slot)
+        logger.warning(
+            "handler past its time limit handler=%s event=%s limit_seconds=%g stuck_threads=%d",
+            handler.name,
+            flight.lease.id,
+            slot.deadline - slot.started,
+            len(self._stuck),
+        )
+        # The event's other handlers go on in the thread that takes this one's place.
+        self._add_thread(flight)
+        if len(self._stuck) > self.threads:
+            logger.error("too many stuck threads, the relay ends to be started anew stuck_threads=%d", len(self._stuck))
+            self._exit_code = EXIT_RECYCLE
+            self.stop()
+
+    def _renew(self, lease_seconds: float) -> None:
+        now = time.monotonic()
+        with self._flights_lock:
+            aging = [flight for flight in self._flights.values() if flight.lease.deadline - now < lease_seconds * 2 / 3]
+        started = {flight.lease: dict(flight.run.delivered) for flight in aging if flight.run is not None}
+        flights = {flight.lease: flight for flight in aging}
+        try:
+            if started:
+                for lease in engine.renew(started, lease_seconds=lease_seconds, using=self.using):
+                    run = flights[lease].run
+                    if run is not None:
+                        run.lost = True
+            late = self._withdraw(lambda flight: flight.lease.deadline - now < lease_seconds / 3)
+            if late:
+                self._release(late)
+        except DATABASE_TROUBLE as error:
+            self._database_failed("renew", error)
+
+    # --- rows that killed a process before
+
+    def _isolate(self, flight: _Flight) -> None:
+        flight.run = events.EventRun(flight.lease, using=self.using)
+        self._isolated.put(flight)
+        if self._isolator is None:
+            self._isolator = threading.Thread(target=self._isolate_loop, name="outbox-isolate", daemon=True)
+            self._isolator.start()
+
+    def _isolate_loop(self) -> None:
+        try:
+            while (flight := self._isolated.get()) is not None:
+                if self._stopping:
+                    self._release([flight])
+                    continue
+                self._deliver_in_child(flight)
+                self._close(flight)
+        finally:
+            _close_connections()
+
+    def _deliver_in_child(self, flight: _Flight) -> None:
+        """Run a row's handlers in a process of its own, whose death is only the handler's."""
+        run = flight.run
+        assert run is not None
+        child: _Child | None = None
+        try:
+            while (handler := run.next_handler()) is not None:
+                limit = handler.timeout or self.queue_settings.timeout_seconds
+                while True:
+                    child = child or _Child(self.using)
+                    result = child.run(run.lease, handler.name, limit)
+                    if result is not None:
+                        run.finish(handler, result)
+                        break
+                    child.end()
+                    child = None
+                    if not run.start_again(handler):
+                        break
+        finally:
+            if child is not None:
+                child.end()
+
+    # --- the database's state, told once
+
+    def _database_failed(self, step: str, error: Exception) -> None:
+        with suppress(Exception):
+            connections[self.using].close()
+        if not self._database_down:
+            self._database_down = True
+            logger.error("database trouble step=%s database=%s error=%s", step, self.using, clean_error(error))
+
+    def _database_works(self) -> None:
+        if self._database_down:
+            self._database_down = False
+            logger.warning("database works again database=%s", self.using)
+
+
+# --- the child process -----------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A spawned process that runs one handler at a time for the isolator."""
+
+    def __init__(self, using: str) -> None:
+        # Spawned, never forked: a fork would share this process's sockets and locks.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(target=_child_main, args=(far_end, using), name="outbox-child", daemon=True)
+        self._process.start()
+        far_end.close()
+
+    def run(self, lease: engine.Lease, handler_name: str, limit: float) -> events.Result | None:
+        """Run a handler there and return how it ended; ``None`` when the process died of it."""
+        try:
+            self._pipe.send((lease, handler_name, limit))
+            # Starting the interpreter and the project is not the handler's time.
+            if not self._pipe.poll(60):
+                return None
+            self._pipe.recv()
+            if not self._pipe.poll(limit + COROUTINE_GRACE_SECONDS):
+                self._process.kill()
+                self._process.join()
+                return events.Result(f"the handler took longer than its {limit:g} s and its process was ended")
+            result = self._pipe.recv()
+        except (EOFError, OSError):
+            return None
+        assert isinstance(result, events.Result)
+        return result
+
+    def end(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _child_main(pipe: Connection, using: str) -> None:
+    # A Ctrl-C on the terminal is the parent's to answer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import django  # noqa: PLC0415
+
+    django.setup()
+    while True:
+        try:
+            lease, handler_name, limit = pipe.recv()
+        except EOFError:
+            return
+        run = events.EventRun(lease, using=using)
+        handler = events.registry.resolve(run.type, handler_name)
+        pipe.send("started")
+        result = events.Result(f"the child process does not know the handler {handler_name!r}")
+        if handler is not None:
+            result = run.invoke(handler, timeout=limit)
+            left_behind = _tidy_connections()
+            if left_behind and result.ok:
+                result = events.Result(left_behind)
+        pipe.send(result)
+
+
+# --- connections of handler threads ------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    is_relay = False
+
+
+_thread = _Thread()
+
+_SESSION_STATEMENT: Final = re.compile(
+    r"\s*(?:set|reset|discard|listen|unlisten|prepare|declare|pragma|attach|create\s+(?:local\s+)?temp)\b",
+    re.IGNORECASE,
+)
+
+
+def _note_session_change(execute: Any, sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:  # noqa: FBT001
+    if isinstance(sql, str) and (_SESSION_STATEMENT.match(sql) or "set_config" in sql):
+        context["connection"].outbox_session_changed = True
+    return execute(sql, params, many, context)
+
+
+def _on_connection_created(*, connection: Any, **_: Any) -> None:
+    if not _thread.is_relay:
+        return
+    connection.outbox_since = time.monotonic()
+    connection.outbox_session_changed = False
+    connection.health_check_enabled = True
+    if _note_session_change not in connection.execute_wrappers:
+        connection.execute_wrappers.append(_note_session_change)
+
+
+connection_created.connect(_on_connection_created, dispatch_uid="django_outbox.relay")
+
+
+def _trust_connections_briefly() -> None:
+    """Have connections that lay idle checked before their next statement."""
+    now = time.monotonic()
+    for connection in connections.all(initialized_only=True):
+        if (
+            connection.connection is not None
+            and now - getattr(connection, "outbox_used", 0.0) > CONNECTION_TRUST_SECONDS
+        ):
+            connection.health_check_done = False
+
+
+def _tidy_connections() -> str:
+    """
+    Make this thread's connections fit for the next handler; return what the last one left behind, if anything.
+
+    An open transaction is rolled back with its connection: its work is gone, so the
+    delivery must not count as made.
+    """
+    problem = ""
+    now = time.monotonic()
+    for connection in connections.all(initialized_only=True):
+        if connection.queries_log:
+            connection.queries_log.clear()
+        if connection.connection is None:
+            continue
+        connection.outbox_used = now
+        if left := _left_behind(connection):
+            problem = f"the handler left {left} on the connection {connection.alias!r}; its open work was rolled back"
+            _throw_away(connection)
+        elif (
+            getattr(connection, "outbox_session_changed", False)
+            or now - getattr(connection, "outbox_since", now) > CONNECTION_MAX_AGE_SECONDS
+            or connection.settings_dict["OPTIONS"].get("pool")
+        ):
+            connection.close()
+    return problem
+
+
+def _left_behind(connection: BaseDatabaseWrapper) -> str:
+    if connection.in_atomic_block or connection.savepoint_ids:
+        return "an atomic block open"
+    if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
+        return "autocommit changed"
+    raw: Any = connection.connection
+    if connection.vendor == "postgresql":
+        # psycopg's TransactionStatus: 0 is idle. A closed connection says 4, unknown.
+        return "" if raw.closed or raw.pgconn.transaction_status == 0 else "a transaction open"
+    return "a transaction open" if getattr(raw, "in_transaction", False) else ""
+
+
+def _throw_away(connection: BaseDatabaseWrapper) -> None:
+    """Drop a connection and all that Django remembers of it; the next use makes a new one."""
+    with suppress(Exception):
+        raw: Any = connection.connection
+        raw.close()
+    with suppress(AttributeError):
+        del connections[connection.alias]
+
+
+def _close_connections() -> None:
+    for connection in connections.all(initialized_only=True):
+        with suppress(Exception):
+            connection.close()

@@ -1,0 +1,320 @@
+"""
+Both ends of the wake-up: a hint after commit, and the relay that waits for one.
+
+A wake-up is never trusted for correctness: a relay that hears nothing finds the
+same rows at its next poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import DatabaseError, connections, transaction
+
+from django_outbox.errors import clean_error
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["CHANNEL", "FileWatcher", "Listener", "Signal", "Watcher", "notify_on_commit", "watch"]
+
+logger = logging.getLogger("django_outbox.wake")
+
+CHANNEL: Final = "django_outbox"
+PING_SECONDS: Final = 15.0
+PING_DEADLINE_SECONDS: Final = 10.0
+RECONNECT_MIN_SECONDS: Final = 0.25
+RECONNECT_MAX_SECONDS: Final = 15.0
+DATA_VERSION_SECONDS: Final = 0.05
+
+
+# --- the sending end -------------------------------------------------------------------------------------------------------
+
+
+class Signal:
+    """
+    A wake flag that a signal handler may set.
+
+    ``threading.Event`` may not be set from a signal handler: it deadlocks when the
+    handler interrupts the thread that waits on it. ``SimpleQueue.put`` may.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._set = False
+
+    def set(self) -> None:
+        """Wake whoever waits, now or at its next wait."""
+        if not self._set:
+            self._set = True
+            self._queue.put(None)
+
+    def clear(self) -> None:
+        """Forget earlier wake-ups; call before looking for what they spoke of, never after."""
+        # In this order: a set() in between leaves a token or finds the flag still up,
+        # and either way the look that follows sees what it spoke of.
+        while not self._queue.empty():
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._set = False
+
+    def wait(self, timeout: float) -> bool:
+        """Return whether the flag was set within ``timeout`` seconds."""
+        try:
+            self._queue.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            return False
+        # The token stands for the flag: put it back, so that only clear() forgets.
+        self._queue.put(None)
+        return True
+
+
+_local_relays: weakref.WeakSet[_LocalRelay] = weakref.WeakSet()
+_local_lock = threading.Lock()
+
+
+class _LocalRelay:
+    """A relay in this process, for the alias it serves."""
+
+    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+        self.alias = alias
+        self.on_wake = on_wake
+
+
+class _NotifyHook:
+    """The commit hook of one transaction; runs once however often it is registered."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self.fired = False
+
+    def __call__(self) -> None:
+        if self.fired:
+            return
+        self.fired = True
+        notify(self.alias)
+
+
+def notify_on_commit(using: str) -> None:
+    """
+    Wake the relays after the caller's transaction commits: once, however many events it holds.
+
+    A savepoint that is rolled back takes its hooks with it, so the hook is registered
+    again in every savepoint that no earlier registration outlives; all of them share
+    one object that fires once.
+    """
+    connection = connections[using]
+    here = set(connection.savepoint_ids)
+    hook: _NotifyHook | None = None
+    for sids, registered, *_ in connection.run_on_commit:
+        if isinstance(registered, _NotifyHook) and not registered.fired:
+            hook = registered
+            if set(sids) <= here:
+                return
+    transaction.on_commit(hook or _NotifyHook(using), using=using, robust=True)
+
+
+def notify(using: str) -> None:
+    """
+    Wake every relay of a database now; never raises for the database's sake.
+
+    On PostgreSQL a payload-free NOTIFY as a statement of its own, with asynchronous
+    commit: a notifying transaction takes a lock of the whole server while it commits,
+    so the business transaction must not be the one that notifies.
+    """
+    with _local_lock:
+        relays = list(_local_relays)
+    for relay in relays:
+        if relay.alias == using:
+            relay.on_wake()
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT set_config('synchronous_commit', 'off', true), pg_notify(%s, '')", [CHANNEL])
+    except DatabaseError as error:
+        logger.warning(
+            "wake-up not sent, the next poll finds the event database=%s error=%s", using, clean_error(error)
+        )
+
+
+# --- the receiving end -----------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Calls ``on_wake`` when there may be something to claim; the base wakes from this process only."""
+
+    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+        self._local = _LocalRelay(alias, on_wake)
+        self._on_wake = on_wake
+
+    def start(self) -> None:
+        """Begin to watch; returns at once."""
+        with _local_lock:
+            _local_relays.add(self._local)
+
+    def stop(self) -> None:
+        """Stop watching; idempotent."""
+        with _local_lock:
+            _local_relays.discard(self._local)
+
+
+class FileWatcher(Watcher):
+    """
+    Watches a SQLite file by its ``data_version``, which changes when another connection commits.
+
+    Uses a connection of its own: the number does not change for one's own writes.
+    """
+
+    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+        super().__init__(alias, on_wake)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outbox-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch in a thread of its own."""
+        super().start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        super().stop()
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        connection = connections.create_connection(self._local.alias)
+        seen: int | None = None
+        try:
+            while not self._stopped.wait(DATA_VERSION_SECONDS):
+                try:
+                    with connection.cursor() as cursor:
+                        cursor.execute("PRAGMA data_version")
+                        version = int(cursor.fetchone()[0])
+                except DatabaseError as error:
+                    logger.warning("cannot watch the database file error=%s", clean_error(error))
+                    connection.close()
+                    self._stopped.wait(RECONNECT_MAX_SECONDS)
+                    continue
+                if seen is not None and version != seen:
+                    self._on_wake()
+                seen = version
+        finally:
+            connection.close()
+
+
+class Listener(Watcher):
+    """
+    LISTENs on a PostgreSQL connection of its own, outside any pool.
+
+    The connection is asked for a sign of life every 15 s with a deadline, so a
+    half-open socket is noticed; it reconnects from 250 ms doubling to 15 s, and
+    wakes the relay after each reconnect, since what was notified in the gap is lost.
+    """
+
+    def __init__(self, alias: str, on_wake: Callable[[], None], *, dsn: str | None = None) -> None:
+        super().__init__(alias, on_wake)
+        self._dsn = dsn
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outbox-listen", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen in a thread of its own."""
+        super().start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and its connection."""
+        super().stop()
+        self._stopping = True
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:  # the loop closed in between
+                return
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except asyncio.CancelledError:
+            return
+
+    async def _main(self) -> None:
+        import psycopg  # noqa: PLC0415  SQLite projects need no libpq
+
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        wait = RECONNECT_MIN_SECONDS
+        healthy = True
+        while not self._stopping:
+            try:
+                async with asyncio.timeout(PING_DEADLINE_SECONDS):
+                    connection = await psycopg.AsyncConnection.connect(**self._parameters(), autocommit=True)
+                try:
+                    async with asyncio.timeout(PING_DEADLINE_SECONDS):
+                        await connection.execute(f"LISTEN {CHANNEL}")
+                    # Registered first, then drained: what was committed before is found by the
+                    # drain, what comes after by the notification.
+                    self.listening.set()
+                    self._on_wake()
+                    if not healthy:
+                        logger.info("listening again database=%s", self._local.alias)
+                    wait, healthy = RECONNECT_MIN_SECONDS, True
+                    await self._listen(connection)
+                finally:
+                    self.listening.clear()
+                    connection.pgconn.finish()
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                if healthy:
+                    logger.warning(
+                        "not listening, polling instead database=%s error=%s", self._local.alias, clean_error(error)
+                    )
+                healthy = False
+            await asyncio.sleep(wait * random.uniform(0.75, 1.25))  # noqa: S311
+            wait = min(wait * 2, RECONNECT_MAX_SECONDS)
+
+    async def _listen(self, connection: Any) -> None:
+        while True:
+            began = time.monotonic()
+            async for _ in connection.notifies(timeout=PING_SECONDS, stop_after=1):
+                self._on_wake()
+            if time.monotonic() - began >= PING_SECONDS:
+                async with asyncio.timeout(PING_DEADLINE_SECONDS):
+                    await connection.execute("SELECT 1")
+
+    def _parameters(self) -> dict[str, Any]:
+        if self._dsn is not None:
+            return {"conninfo": self._dsn, "application_name": "django_outbox listen"}
+        connection: BaseDatabaseWrapper = connections[self._local.alias]
+        parameters = dict(connection.get_connection_params())
+        # What Django and its pool add to the libpq parameters.
+        for name in ("cursor_factory", "context", "prepare_threshold", "pool", "server_side_binding"):
+            parameters.pop(name, None)
+        return parameters | {"application_name": "django_outbox listen"}
+
+
+def watch(alias: str, on_wake: Callable[[], None], *, dsn: str | None = None) -> Watcher:
+    """Return the watcher for a database: LISTEN on PostgreSQL, ``data_version`` on a SQLite file."""
+    connection = connections[alias]
+    if connection.vendor == "postgresql":
+        return Listener(alias, on_wake, dsn=dsn)
+    if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
+        return FileWatcher(alias, on_wake)
+    return Watcher(alias, on_wake)

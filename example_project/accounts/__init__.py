@@ -1,0 +1,1 @@
+"""Registration of users, and what follows from it."""

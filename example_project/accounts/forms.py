@@ -1,0 +1,17 @@
+"""The registration form."""
+
+from __future__ import annotations
+
+from django import forms
+from django.contrib.auth.forms import BaseUserCreationForm
+from django.contrib.auth.models import User
+
+
+class RegistrationForm(BaseUserCreationForm):
+    """Name, email address and password of a new user. It validates; `register` saves."""
+
+    email = forms.EmailField()
+
+    class Meta(BaseUserCreationForm.Meta):  # noqa: D106  Django's own form
+        model = User
+        fields = ("username", "email")

@@ -1,0 +1,30 @@
+"""Registering a user: the row and the event, together or not at all."""
+
+from __future__ import annotations
+
+from django.contrib.auth.models import User
+from django.db import transaction
+
+from django_outbox import emit_event
+
+
+def register(*, username: str, email: str, password: str | None = None, request_id: str = "") -> User:
+    """
+    Create a user and emit ``user.created``, in one transaction.
+
+    Raises ``IntegrityError`` when the user name is taken; then there is no
+    event either. Without a password the user cannot log in yet.
+    """
+    user = User(username=username, email=email)
+    # Hashing is slow on purpose. Done before the transaction, it does not hold SQLite's one write lock.
+    user.set_password(password)
+    with transaction.atomic():
+        user.save(force_insert=True)
+        emit_event(
+            "user.created",
+            {"user_id": user.pk, "username": user.username, "email": user.email},
+            aggregate_type="user",
+            aggregate_id=str(user.pk),
+            request_id=request_id,
+        )
+    return user

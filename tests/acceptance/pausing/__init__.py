@@ -1,0 +1,1 @@
+"""An app whose handler tells a test that it has begun, and works until the test lets it go."""
