@@ -99,7 +99,7 @@ _TYPE_LENGTH: Final = 128
 _NAME_LENGTH: Final = 64
 
 
-# --- events ------------------------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ captures: list[list[NewEvent]] = []
 """Lists that every emit in this process also appends to; see `django_outbox.testing.capture_events`."""
 
 
-# --- emit --------------------------------------------------------------------------------------------------------------------
+# --- emit ------------------------------------------------------------------------------------------------------------
 
 
 def emit_event(
@@ -217,7 +217,7 @@ def emit_events(events: Iterable[NewEvent], *, using: str | None = None) -> list
     settings = get_settings()
     alias = using or settings.database
     connection = connections[alias]
-    blocks = [block for block in connection.atomic_blocks if not block._from_testcase]
+    blocks = [block for block in connection.atomic_blocks if not getattr(block, "_from_testcase", False)]
     if not blocks and settings.require_transaction:
         raise NotInTransaction(
             f"emit_event() writes in the caller's transaction, and none is open on {alias!r}. Put the call, with the"
@@ -340,7 +340,7 @@ def _delay(value: object) -> float | None:
     return float(seconds) or None
 
 
-# --- JSON --------------------------------------------------------------------------------------------------------------------
+# --- JSON ------------------------------------------------------------------------------------------------------------
 
 _MAX_DEPTH: Final = 100
 _MAX_INTEGER: Final = 10**4_300
@@ -437,7 +437,7 @@ def _at(what: str, path: Sequence[str | int]) -> str:
     return f"The {what} at ${steps}"
 
 
-# --- handlers ------------------------------------------------------------------------------------------------------------------
+# --- handlers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -598,16 +598,18 @@ def on_event(
     :raises DuplicateHandler: when another function has the name for an overlapping type.
     """
     patterns = tuple(dict.fromkeys(types))
+    given: tuple[object, ...] = patterns
     former = (aliases,) if isinstance(aliases, str) else tuple(aliases)
-    for each in (name, *former):
+    names: tuple[object, ...] = (name, *former)
+    for each in names:
         if not isinstance(each, str) or len(each) > _NAME_LENGTH or not _NAME.fullmatch(each):
             raise InvalidHandlerName(
                 f"{_shown(each)} is not a handler name. Write it in kebab-case, such as"
                 f' {_kebab(each)!r}: a-z, digits and single "-", at most {_NAME_LENGTH} characters.'
             )
-    if len({name, *former}) != len(former) + 1:
+    if len(set(names)) != len(names):
         raise InvalidHandlerName(f"The handler {name!r} names itself, or one name twice, in aliases.")
-    if not patterns or any(not isinstance(pattern, str) or callable(pattern) for pattern in patterns):
+    if not given or any(not isinstance(pattern, str) for pattern in given):
         raise InvalidEventType(
             f'on_event() of handler {name!r} needs event types, such as @on_event("user.created", ...).'
         )
@@ -658,7 +660,7 @@ def _settings_are_usable() -> bool:
     return not problems(getattr(django_settings, "OUTBOX", {}))
 
 
-# --- deliver -------------------------------------------------------------------------------------------------------------------
+# --- deliver ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -841,7 +843,7 @@ class EventRun:
         try:
             call = partial(self._call, handler, timeout)
             if savepoint and connections[self.using].in_atomic_block:
-                block = transaction.atomic(using=self.using)
+                block: Any = transaction.atomic(using=self.using)
                 # To Django's durable check and to ours this is the test's transaction, not the handler's.
                 block._from_testcase = True
                 with block:
@@ -995,7 +997,7 @@ def announcement(settled: engine.Settled, status: str) -> engine.NewRow:
         "status": status,
         "attempts": lease.attempts,
         "error": settled.error,
-        "handlers": {name: str(entry.get("error", "")) for name, entry in failures.items()},
+        "handlers": {name: entry.get("error", "") for name, entry in failures.items() if isinstance(entry, dict)},
         "aggregate_type": lease.content["aggregate_type"],
         "aggregate_id": lease.content["aggregate_id"],
     }

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from django.apps import apps
-from django.db import DataError, IntegrityError, connections, transaction
+from django.db import DatabaseError, DataError, IntegrityError, OperationalError, connections, transaction
 
+from django_outbox import wake
 from django_outbox.errors import clean_error
 from django_outbox.retry import Schedule, park_seconds
 
@@ -120,7 +121,7 @@ def holder_name() -> str:
     return f"{socket.gethostname()[:80]}:{os.getpid()}:{secrets.token_hex(6)}"
 
 
-# --- what the engine speaks of -----------------------------------------------------------------------------------------
+# --- what the engine speaks of ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +267,7 @@ class Report:
         return Report(self.changed + other.changed, self.leased + other.leased, self.skipped + other.skipped)
 
 
-# --- the two databases ---------------------------------------------------------------------------------------------------
+# --- the two databases -----------------------------------------------------------------------------------------------
 
 _offset_seconds = 0.0
 
@@ -414,7 +415,7 @@ def _transaction(connection: BaseDatabaseWrapper, table: str) -> Iterator[None]:
         yield
 
 
-# --- the event insert ----------------------------------------------------------------------------------------------------
+# --- the event insert ------------------------------------------------------------------------------------------------
 
 _EVENT_COLUMNS: Final = (
     # column, PostgreSQL type, value of a row
@@ -507,7 +508,7 @@ def _sqlite_value(value: Any) -> Any:
     return value
 
 
-# --- claim ---------------------------------------------------------------------------------------------------------------
+# --- claim -----------------------------------------------------------------------------------------------------------
 
 _SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
 
@@ -709,7 +710,7 @@ def _content(name: str, alias: str, dialect: _Dialect) -> str:
     return column
 
 
-# --- what a holder writes --------------------------------------------------------------------------------------------------
+# --- what a holder writes --------------------------------------------------------------------------------------------
 
 _GUARD: Final = "e.id = o.id AND e.fence = o.fence AND e.leased_by = %s AND e.status NOT IN ('done', 'failed')"
 
@@ -844,7 +845,7 @@ def release(leases: Sequence[Lease], *, using: str) -> int:
     )
 
 
-# --- settle ----------------------------------------------------------------------------------------------------------------
+# --- settle ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -962,7 +963,9 @@ def _announce(connection: BaseDatabaseWrapper, item: _Record, announce: Announce
     try:
         with transaction.atomic(using=connection.alias):
             insert_events([announce(item.settled, item.status)], using=connection.alias)
-    except _dialect(connection).data_refused as error:
+    except OperationalError:
+        raise  # the connection's trouble, not the announcement's: the whole settle is tried again
+    except DatabaseError as error:
         lease = item.settled.lease
         logger.error("announcement not written queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error))
 
@@ -1009,7 +1012,7 @@ def _settled_before(connection: BaseDatabaseWrapper, records: Sequence[_Record])
         return {dialect.id_value(row[0]) for row in cursor.fetchall()}
 
 
-# --- operators ---------------------------------------------------------------------------------------------------------------
+# --- operators -------------------------------------------------------------------------------------------------------
 
 RETRYABLE: Final = ("dead", "failed", "waiting")
 DISCARDABLE: Final = ("dead", "waiting", "pending")
@@ -1029,17 +1032,21 @@ def retry(
     """
     Give rows a new life, due now: attempts, death, marks and rejections are cleared, the fence is kept.
 
-    Without ``ids``, every row that the filters match. ``status`` is what the caller
-    saw: a row that has another one by now is skipped, as is one under a live lease;
-    both are counted. A discarded delivery stays discarded.
+    Without ``ids``, every row that the filters match; ``limit`` takes the oldest of
+    each status. ``handler`` takes rows that are owed to it. ``status`` is what the
+    caller saw: a row that has another one by now is skipped, as is one under a live
+    lease; both are counted. A discarded delivery stays discarded, so a row whose
+    deliveries were all discarded is skipped too.
     """
 
-    def revive(row: dict[str, Any]) -> dict[str, Any]:
+    def revive(row: dict[str, Any]) -> dict[str, Any] | None:
         failures = {
             name: {key: value for key, value in entry.items() if key not in {"rejected", "lost", "marks", "parked_at"}}
             for name, entry in row["failures"].items()
         }
         owed = _owed(row["deliveries"], failures)
+        if queue.handlers and not owed and row["status"] == "failed":
+            return None
         return {"status": "waiting" if owed or not queue.handlers else "done", "failures": failures, "revive": 1}
 
     allowed = tuple(name for name in status if name in RETRYABLE)
@@ -1112,7 +1119,8 @@ def rename_handler(
         owed = _owed(deliveries, failures)
         return {"status": "waiting" if owed else "done", "deliveries": deliveries, "failures": failures, "revive": 1}
 
-    return _operate(queue, rename, using, ids, tuple(status), None, old, limit, progress)
+    allowed = tuple(name for name in status if name in (*RETRYABLE, "pending"))
+    return _operate(queue, rename, using, ids, allowed, None, old, limit, progress)
 
 
 def _owed(deliveries: Mapping[str, Any], failures: Mapping[str, Any]) -> list[str]:
@@ -1130,37 +1138,78 @@ def _operate(
     limit: int | None,
     progress: Callable[[int], None] | None,
 ) -> Report:
-    """Apply ``change`` to rows in chunks, each in a transaction of its own."""
+    """Apply ``change`` to rows in chunks, each in a transaction of its own, and wake the relays."""
     report = Report()
     if not status:
-        return report
-    chosen = sorted(set(ids)) if ids is not None else _matching(queue, using, status, type_, handler)
+        return report if ids is None else Report(skipped=len(set(ids)))
+    chosen = list(dict.fromkeys(ids)) if ids is not None else _matching(queue, using, status, type_, handler, limit)
     if limit is not None:
         chosen = chosen[:limit]
     for start in range(0, len(chosen), CHUNK):
-        report += _operate_chunk(queue, change, using, chosen[start : start + CHUNK], status, type_)
+        # Locked in id order, whatever the order in which they were found.
+        chunk = sorted(chosen[start : start + CHUNK])
+        report += _operate_chunk(queue, change, using, chunk, status, type_, handler)
         if progress is not None:
             progress(min(start + CHUNK, len(chosen)))
+    if report.changed:
+        wake.notify_on_commit(using)
     return report
 
 
-def _matching(queue: Queue, using: str, status: tuple[str, ...], type_: str | None, handler: str | None) -> list[UUID]:
+_MOMENT: Final = {
+    # status → the column by which its index orders it
+    "pending": "created_at",
+    "waiting": "due_at",
+    "dead": "dead_at",
+    "failed": "finished_at",
+    "done": "finished_at",
+}
+
+
+def _matching(
+    queue: Queue, using: str, status: tuple[str, ...], type_: str | None, handler: str | None, limit: int | None
+) -> list[UUID]:
+    """
+    Return the ids of rows to operate on, as they stand now.
+
+    All of them before any is changed: a retried row stays among the waiting ones, at
+    a later time, and a walk that went on meanwhile would meet it again and again.
+    """
     connection = connections[using]
     dialect = _dialect(connection)
+    narrowed, params = _narrowed(queue, dialect, type_, handler)
     found: list[UUID] = []
     with connection.cursor() as cursor:
-        # One scan per status, each on its partial index.
-        for name in status:
-            if name not in {"pending", "waiting", "dead", "failed"}:
-                continue
-            sql, params = f"SELECT id FROM {_table(queue, connection)} WHERE status = '{name}'", []
-            if type_ is not None:
-                sql, params = f"{sql} AND type = %s", [*params, type_]
-            if handler is not None and queue.handlers:
-                sql, params = f"{sql} AND {dialect.has_key('deliveries')}", [*params, handler]
-            cursor.execute(sql, params)
+        for name in dict.fromkeys(status):
+            # One scan per status, oldest first, on the partial index of that status.
+            sql = f"SELECT id FROM {_table(queue, connection)} WHERE status = '{name}'{narrowed} ORDER BY {_MOMENT[name]}, id"
+            if limit is None:
+                cursor.execute(sql, params)
+            else:
+                cursor.execute(f"{sql} LIMIT %s", [*params, limit])
             found += [dialect.id_value(row[0]) for row in cursor.fetchall()]
-    return sorted(found)
+    return found
+
+
+def _narrowed(queue: Queue, dialect: _Dialect, type_: str | None, handler: str | None) -> tuple[str, list[str]]:
+    """Return the conditions that the filters of an operator verb add, and their parameters."""
+    sql, params = "", []
+    if type_ is not None:
+        sql, params = " AND type = %s", [type_]
+    if handler is not None and queue.handlers:
+        if isinstance(dialect, _Postgres):
+            sql += (
+                " AND deliveries -> %s::text = 'null'::jsonb"
+                " AND NOT coalesce(jsonb_exists(failures -> %s::text, 'discarded'), false)"
+            )
+        else:
+            sql += (
+                " AND EXISTS (SELECT 1 FROM json_each(deliveries) AS d WHERE d.key = %s AND d.type = 'null')"
+                " AND NOT EXISTS (SELECT 1 FROM json_each(failures) AS f"
+                " WHERE f.key = %s AND json_extract(f.value, '$.discarded'))"
+            )
+        params += [handler, handler]
+    return sql, params
 
 
 def _operate_chunk(
@@ -1170,19 +1219,21 @@ def _operate_chunk(
     ids: Sequence[UUID],
     status: tuple[str, ...],
     type_: str | None,
+    handler: str | None,
 ) -> Report:
     connection = connections[using]
     dialect = _dialect(connection)
     table = _table(queue, connection)
     maps = ("deliveries", "failures") if queue.handlers else ()
     content = "".join(f", {dialect.json_text(name)}" for name in maps)
+    narrowed, params = _narrowed(queue, dialect, type_, handler)
     changes: list[dict[str, Any]] = []
     leased = skipped = 0
     with _transaction(connection, table), connection.cursor() as cursor:
         cursor.execute(
             f"""SELECT id, status, lease_until > {dialect.now}{content} FROM {table}
-                WHERE id IN {dialect.id_list()} ORDER BY id {dialect.lock}""",
-            [json.dumps([dialect.id_param(id_) for id_ in ids])],
+                WHERE id IN {dialect.id_list()}{narrowed} ORDER BY id {dialect.lock}""",
+            [json.dumps([dialect.id_param(id_) for id_ in ids]), *params],
         )
         rows = cursor.fetchall()
         for row in rows:
@@ -1265,7 +1316,7 @@ def purge(
     return total
 
 
-# --- looking -----------------------------------------------------------------------------------------------------------------
+# --- looking ---------------------------------------------------------------------------------------------------------
 
 
 def next_due_seconds(queue: Queue, *, using: str) -> float | None:

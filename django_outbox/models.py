@@ -8,7 +8,7 @@ never touches another.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from zoneinfo import ZoneInfo
 
 from django.conf import settings
@@ -32,7 +32,13 @@ class Status(models.TextChoices):
     FAILED = "failed", "failed"
 
 
-class UTCDateTimeField(models.DateTimeField):
+if TYPE_CHECKING:
+    _DateTimeField = models.DateTimeField[Any, Any]
+else:
+    _DateTimeField = models.DateTimeField
+
+
+class UTCDateTimeField(_DateTimeField):
     """
     A moment, read as an aware UTC datetime whatever USE_TZ and TIME_ZONE say.
 
@@ -41,7 +47,10 @@ class UTCDateTimeField(models.DateTimeField):
     """
 
     def from_db_value(
-        self, value: datetime | None, expression: object, connection: BaseDatabaseWrapper
+        self,
+        value: datetime | None,
+        expression: object,  # noqa: ARG002  Django's signature
+        connection: BaseDatabaseWrapper,
     ) -> datetime | None:
         """Return the moment in UTC."""
         if value is None:
@@ -61,7 +70,12 @@ class UTCDateTimeField(models.DateTimeField):
             return value.astimezone(UTC)
         return value
 
-    def get_db_prep_value(self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False) -> Any:
+    def get_db_prep_value(
+        self,
+        value: Any,
+        connection: BaseDatabaseWrapper,
+        prepared: bool = False,  # noqa: FBT001, FBT002  Django's signature
+    ) -> Any:
         """Return what the driver stores: text without an offset on SQLite, an aware datetime elsewhere."""
         if not prepared:
             value = self.get_prep_value(value)
@@ -114,7 +128,7 @@ class Leasable(models.Model):
 
     class Meta:
         abstract = True
-        constraints = (
+        constraints: ClassVar[tuple[models.BaseConstraint, ...]] = (
             models.CheckConstraint(
                 condition=Q(status__in=["pending", "waiting", "done", "dead", "failed"]),
                 name="%(app_label)s_%(class)s_status",

@@ -41,13 +41,14 @@ from django_outbox.errors import clean_error
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
 __all__ = ["EXIT_RECYCLE", "Mode", "Relay"]
 
 logger = logging.getLogger("django_outbox.relay")
 
 Mode = Literal["serve", "drain", "once"]
+
+EXIT_FAILED: Final = 1
+"""Exit code of a relay that failed in a way it does not know."""
 
 EXIT_RECYCLE: Final = 75
 """Exit code of a relay with too many stuck threads, for a supervisor to start another (EX_TEMPFAIL)."""
@@ -167,8 +168,8 @@ class Relay:
     def run(self) -> int:
         """Deliver until the mode's work is done or `stop` is called; return the process's exit code."""
         helpers = [
-            threading.Thread(target=self._settle_loop, name="outbox-settle", daemon=True),
-            threading.Thread(target=self._keep_loop, name="outbox-keep", daemon=True),
+            threading.Thread(target=self._vital, args=(self._settle_loop,), name="outbox-settle", daemon=True),
+            threading.Thread(target=self._vital, args=(self._keep_loop,), name="outbox-keep", daemon=True),
         ]
         for helper in helpers:
             helper.start()
@@ -194,46 +195,49 @@ class Relay:
         self._report()
         return self._exit_code
 
+    def _vital(self, loop: Callable[[], None]) -> None:
+        """Run a thread without which the relay must not go on: its end by an error is the relay's."""
+        try:
+            loop()
+        except BaseException:
+            logger.critical("the relay ends, a thread of it failed thread=%s", threading.current_thread().name)
+            self._exit_code = EXIT_FAILED
+            self._closing = True
+            self.stop()
+            raise
+        finally:
+            _close_connections()
+
     def _claim_loop(self) -> None:
         purged = time.monotonic()
         while not self._stopping:
             # Before the claim, never after: what commits while the claim runs wakes us again.
             self._signal.clear()
-            room = self._room()
-            asked = min(room, CLAIM_LIMIT)
-            claimed = 0
-            pause: float | None = None
-            if asked > 0:
-                try:
-                    claimed = self._take(self._claim(asked))
-                except DATABASE_TROUBLE as error:
-                    self._database_failed("claim", error)
-                    self._pause(FAILED_FLOOR_SECONDS)
-                    continue
-                self._database_works()
-            if self.mode == "once":
-                return
-            self._hungry = asked == 0 or claimed == asked
-            if self._hungry:
-                # As much as was asked for: there is more. Go on as soon as there is room.
-                if self._room() > 0:
-                    continue
+            asked = min(self._room(), CLAIM_LIMIT)
+            try:
+                claimed = self._take(self._claim(asked)) if asked > 0 else 0
+                if self.mode == "once":
+                    return
+                self._hungry = claimed >= asked
+                if not self._hungry and claimed == 0 and self.mode == "drain" and self.held() == 0:
+                    return
                 pause = self.settings.poll_seconds
-            elif claimed == 0 and self.mode == "drain" and self.held() == 0:
-                return
-            else:
-                try:
+                if not self._hungry:
                     if self.mode == "serve" and time.monotonic() - purged > PURGE_EVERY_SECONDS:
                         purged = time.monotonic()
                         self._purge()
                     due = engine.next_due_seconds(self.queue, using=self.using)
-                except DATABASE_TROUBLE as error:
-                    self._database_failed("poll", error)
-                    self._pause(FAILED_FLOOR_SECONDS)
-                    continue
-                pause = self.settings.poll_seconds if due is None else min(due, self.settings.poll_seconds)
-                if claimed == 0:
-                    self._pause(EMPTY_FLOOR_SECONDS)
+                    pause = pause if due is None else min(due, pause)
+            except DATABASE_TROUBLE as error:
+                self._database_failed("claim", error)
+                self._pause(FAILED_FLOOR_SECONDS)
+                continue
+            self._database_works()
+            if self._hungry and self._room() > 0:
+                # As much came as was asked for: there is more, and room for it.
+                continue
+            if claimed == 0 and asked > 0:
+                self._pause(EMPTY_FLOOR_SECONDS)
             self._sleep(pause)
 
     def _sleep(self, seconds: float) -> None:
@@ -259,7 +263,9 @@ class Relay:
     def _room(self) -> int:
         """Return how many rows to claim so that the threads are busy for `PREFETCH_SECONDS`, and no more."""
         rows = int(self.threads * PREFETCH_SECONDS / max(self._row_seconds, 1e-6))
-        return min(max(rows, self.threads), IN_FLIGHT_LIMIT) - self.held()
+        # Rows that wait for a stuck handler or for the child process take no thread.
+        busy = self.held() - len(self._stuck) - self._isolated.qsize()
+        return min(max(rows, self.threads), IN_FLIGHT_LIMIT) - busy
 
     def _claim(self, limit: int) -> list[engine.Lease]:
         return self._claimer.claim(limit, lease_seconds=self.queue_settings.lease_seconds)
@@ -368,13 +374,15 @@ class Relay:
                 return
             flight.closed = True
         if run.lost:
-            self.counts["lost"] += 1
-            logger.warning(
-                "lease lost, the row is another relay's now queue=%s id=%s", self.queue.name, flight.lease.id
-            )
-            self._land([flight])
+            self._drop(flight)
         else:
             self._outcomes.put((flight, run.settled()))
+
+    def _drop(self, flight: _Flight) -> None:
+        """Let go of a row whose lease is lost, without a word to the database."""
+        self.counts["lost"] += 1
+        logger.warning("lease lost, the row is another relay's now queue=%s id=%s", self.queue.name, flight.lease.id)
+        self._land([flight])
 
     # --- handler threads
 
@@ -394,11 +402,25 @@ class Relay:
                         flight = self._ready.popleft()
                     except IndexError:
                         continue
-                if not self._deliver(slot, flight):
+                if not self._try_to_deliver(slot, flight):
                     return
                 flight = None
         finally:
             _close_connections()
+
+    def _try_to_deliver(self, slot: _Slot, flight: _Flight) -> bool:
+        """Deliver; what goes wrong outside the handlers costs this row an attempt and nobody else anything."""
+        try:
+            return self._deliver(slot, flight)
+        except DATABASE_TROUBLE as error:
+            # A mark could not be written, so nothing may be started or reported: the lease runs out.
+            self._database_failed("record", error)
+            self._drop(flight)
+        except Exception as error:
+            # A stored row that cannot be read, say. It must not take the thread with it.
+            logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
+            self._outcomes.put((flight, engine.Settled(flight.lease, engine.Retry(), error=clean_error(error))))
+        return slot.end()
 
     def _deliver(self, slot: _Slot, flight: _Flight) -> bool:
         """Run a row's handlers in this thread; return whether the thread is still the relay's."""
@@ -429,23 +451,16 @@ class Relay:
     # --- the settler
 
     def _settle_loop(self) -> None:
-        try:
-            while True:
-                item = self._outcomes.get()
-                batch = [] if item is None else [item]
-                while len(batch) < SETTLE_LIMIT and not self._outcomes.empty():
-                    with suppress(queue.Empty):
-                        following = self._outcomes.get_nowait()
-                        if following is None:
-                            item = None
-                        else:
-                            batch.append(following)
-                if batch:
-                    self._settle(batch)
-                if item is None:
-                    return
-        finally:
-            _close_connections()
+        ending = False
+        while not ending:
+            # What gathered while the last batch was written is the next batch.
+            waiting = [self._outcomes.get()]
+            with suppress(queue.Empty):
+                while len(waiting) < SETTLE_LIMIT:
+                    waiting.append(self._outcomes.get_nowait())
+            ending = None in waiting
+            if batch := [item for item in waiting if item is not None]:
+                self._settle(batch)
 
     def _settle(self, batch: Sequence[tuple[_Flight, engine.Settled]]) -> None:
         wait, again = 0.05, False
@@ -491,19 +506,16 @@ class Relay:
         lease_seconds = self.queue_settings.lease_seconds
         check_every = min(1.0, lease_seconds / 12)
         checked = time.monotonic()
-        try:
-            while not self._closing:
-                if not self._flights:
-                    self._keeper_wake.wait()
-                    self._keeper_wake.clear()
-                else:
-                    self._keeper_wake.wait(TICK_SECONDS)
-                self._watch_limits()
-                if time.monotonic() - checked >= check_every:
-                    checked = time.monotonic()
-                    self._renew(lease_seconds)
-        finally:
-            _close_connections()
+        while not self._closing:
+            if self._flights:
+                self._keeper_wake.wait(TICK_SECONDS)
+            else:
+                self._keeper_wake.wait()
+            self._keeper_wake.clear()
+            self._watch_limits()
+            if time.monotonic() - checked >= check_every:
+                checked = time.monotonic()
+                self._renew(lease_seconds)
 
     def _watch_limits(self) -> None:
         now = time.monotonic()
@@ -569,24 +581,27 @@ class Relay:
         flight.run = events.EventRun(flight.lease, using=self.using)
         self._isolated.put(flight)
         if self._isolator is None:
-            self._isolator = threading.Thread(target=self._isolate_loop, name="outbox-isolate", daemon=True)
+            self._isolator = threading.Thread(
+                target=self._vital, args=(self._isolate_loop,), name="outbox-isolate", daemon=True
+            )
             self._isolator.start()
 
     def _isolate_loop(self) -> None:
-        try:
-            while (flight := self._isolated.get()) is not None:
-                if self._stopping:
-                    self._release([flight])
-                    continue
+        while (flight := self._isolated.get()) is not None:
+            if self._stopping:
+                self._release([flight])
+                continue
+            try:
                 self._deliver_in_child(flight)
+            except DATABASE_TROUBLE as error:
+                self._database_failed("record", error)
+                self._drop(flight)
+            else:
                 self._close(flight)
-        finally:
-            _close_connections()
 
     def _deliver_in_child(self, flight: _Flight) -> None:
         """Run a row's handlers in a process of its own, whose death is only the handler's."""
-        run = flight.run
-        assert run is not None
+        run = flight.run or events.EventRun(flight.lease, using=self.using)
         child: _Child | None = None
         try:
             while (handler := run.next_handler()) is not None:
@@ -620,7 +635,7 @@ class Relay:
             logger.warning("database works again database=%s", self.using)
 
 
-# --- the child process -----------------------------------------------------------------------------------------------------
+# --- the child process -----------------------------------------------------------------------------------------------
 
 
 class _Child:
@@ -646,10 +661,9 @@ class _Child:
                 self._process.kill()
                 self._process.join()
                 return events.Result(f"the handler took longer than its {limit:g} s and its process was ended")
-            result = self._pipe.recv()
+            result: events.Result = self._pipe.recv()
         except (EOFError, OSError):
             return None
-        assert isinstance(result, events.Result)
         return result
 
     def end(self) -> None:
@@ -684,7 +698,7 @@ def _child_main(pipe: Connection, using: str) -> None:
         pipe.send(result)
 
 
-# --- connections of handler threads ------------------------------------------------------------------------------------------
+# --- connections of handler threads ----------------------------------------------------------------------------------
 
 
 class _Thread(threading.local):
@@ -718,14 +732,17 @@ def _on_connection_created(*, connection: Any, **_: Any) -> None:
 connection_created.connect(_on_connection_created, dispatch_uid="django_outbox.relay")
 
 
+def _own_connections() -> list[Any]:
+    """Return this thread's connections that are open."""
+    opened: Sequence[Any] = connections.all(initialized_only=True)
+    return [connection for connection in opened if connection.connection is not None]
+
+
 def _trust_connections_briefly() -> None:
     """Have connections that lay idle checked before their next statement."""
     now = time.monotonic()
-    for connection in connections.all(initialized_only=True):
-        if (
-            connection.connection is not None
-            and now - getattr(connection, "outbox_used", 0.0) > CONNECTION_TRUST_SECONDS
-        ):
+    for connection in _own_connections():
+        if now - getattr(connection, "outbox_used", 0.0) > CONNECTION_TRUST_SECONDS:
             connection.health_check_done = False
 
 
@@ -738,17 +755,16 @@ def _tidy_connections() -> str:
     """
     problem = ""
     now = time.monotonic()
-    for connection in connections.all(initialized_only=True):
+    for connection in _own_connections():
         if connection.queries_log:
             connection.queries_log.clear()
-        if connection.connection is None:
-            continue
         connection.outbox_used = now
         if left := _left_behind(connection):
             problem = f"the handler left {left} on the connection {connection.alias!r}; its open work was rolled back"
             _throw_away(connection)
         elif (
             getattr(connection, "outbox_session_changed", False)
+            or getattr(connection.connection, "closed", False)
             or now - getattr(connection, "outbox_since", now) > CONNECTION_MAX_AGE_SECONDS
             or connection.settings_dict["OPTIONS"].get("pool")
         ):
@@ -756,28 +772,27 @@ def _tidy_connections() -> str:
     return problem
 
 
-def _left_behind(connection: BaseDatabaseWrapper) -> str:
+def _left_behind(connection: Any) -> str:
     if connection.in_atomic_block or connection.savepoint_ids:
         return "an atomic block open"
     if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
         return "autocommit changed"
-    raw: Any = connection.connection
+    raw = connection.connection
     if connection.vendor == "postgresql":
-        # psycopg's TransactionStatus: 0 is idle. A closed connection says 4, unknown.
+        # psycopg's TransactionStatus: 0 is idle.
         return "" if raw.closed or raw.pgconn.transaction_status == 0 else "a transaction open"
-    return "a transaction open" if getattr(raw, "in_transaction", False) else ""
+    return "a transaction open" if raw.in_transaction else ""
 
 
-def _throw_away(connection: BaseDatabaseWrapper) -> None:
+def _throw_away(connection: Any) -> None:
     """Drop a connection and all that Django remembers of it; the next use makes a new one."""
     with suppress(Exception):
-        raw: Any = connection.connection
-        raw.close()
+        connection.connection.close()
     with suppress(AttributeError):
         del connections[connection.alias]
 
 
 def _close_connections() -> None:
-    for connection in connections.all(initialized_only=True):
+    for connection in _own_connections():
         with suppress(Exception):
             connection.close()

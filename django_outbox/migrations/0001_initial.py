@@ -1,10 +1,13 @@
+from typing import Any
+
 import django.core.serializers.json
 import django.db.models.lookups
-import django_outbox.models
 from django.db import migrations, models
 
+import django_outbox.models
 
-def reserve_room_for_claims(apps, schema_editor):
+
+def reserve_room_for_claims(apps: Any, schema_editor: Any) -> None:
     """
     Leave half of each page free on PostgreSQL, and let vacuum keep up with a busy queue.
 

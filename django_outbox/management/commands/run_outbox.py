@@ -10,7 +10,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
 from django.db import connections
 
 from django_outbox import lease as engine
@@ -31,16 +31,18 @@ exit codes:
 """
 
 
+class _Formatter(DjangoHelpFormatter, RawDescriptionHelpFormatter):
+    """Django's order of flags, with the line breaks of the examples."""
+
+
 class Command(BaseCommand):
     """Parse, print, and let the relay work."""
 
     help = "Deliver outbox rows to their handlers, at least once each, until stopped."
 
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> Any:
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Keep the examples' line breaks."""
-        parser = super().create_parser(prog_name, subcommand, epilog=EPILOG, **kwargs)
-        parser.formatter_class = type("Formatter", (parser.formatter_class, RawDescriptionHelpFormatter), {})
-        return parser
+        return super().create_parser(prog_name, subcommand, epilog=EPILOG, formatter_class=_Formatter, **kwargs)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the flags."""

@@ -1,0 +1,178 @@
+"""
+What the operators' commands share: their arguments, their words and their progress.
+
+The commands hold no logic. They turn arguments into a call of one function of the
+engine, and its report into text or JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from django_outbox import events
+from django_outbox.conf import get_settings
+from django_outbox.errors import InvalidEventType, InvalidHandlerName
+from django_outbox.lease import Queue, Report
+
+__all__ = [
+    "OutboxCommand",
+    "check_filters",
+    "duration_seconds",
+    "event_ids",
+    "plural",
+    "positive",
+]
+
+QUEUES: Final = {events.EVENTS.name: events.EVENTS}
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+
+class _HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of description and examples."""
+
+
+class OutboxCommand(BaseCommand):
+    """A command on one queue of one database."""
+
+    examples: ClassVar[str]
+    json_help: ClassVar[str] = "report as one JSON object"
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Return a parser whose help ends with examples."""
+        return super().create_parser(
+            prog_name, subcommand, **{"formatter_class": _HelpFormatter, "epilog": self.examples, **kwargs}
+        )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Add what every operator's command has."""
+        parser.add_argument(
+            "--database",
+            metavar="ALIAS",
+            choices=tuple(connections),
+            help=f'alias of the database (default: OUTBOX["DATABASE"]); one of: {", ".join(connections)}',
+        )
+        parser.add_argument("--queue", choices=tuple(QUEUES), default="events", help="which queue (default: events)")
+        parser.add_argument("--json", action="store_true", dest="as_json", help=self.json_help)
+
+    @staticmethod
+    def place(options: dict[str, Any]) -> tuple[Queue, str]:
+        """Return the queue and the database alias that the arguments name."""
+        return QUEUES[options["queue"]], options["database"] or get_settings().database or DEFAULT_DB_ALIAS
+
+    def say_report(self, report: Report, done: str, options: dict[str, Any]) -> None:
+        """Print what a verb did; ``done`` is its sentence with ``{rows}`` for the number."""
+        if options["as_json"]:
+            figures = {"changed": report.changed, "leased": report.leased, "skipped": report.skipped}
+            self.stdout.write(json.dumps(figures))
+            return
+        sentence = done.format(rows=plural(report.changed))
+        self.stdout.write(self.style.SUCCESS(sentence) if report.changed else sentence)
+        if report.leased:
+            self.stdout.write(
+                f"Left alone: {plural(report.leased)} held by a relay right now. Run the command again when it is done."
+            )
+        if report.skipped:
+            self.stdout.write(
+                f"Left alone: {plural(report.skipped)} not found, in another status, or with nothing to change."
+            )
+
+    @contextmanager
+    def progress(self, options: dict[str, Any]) -> Iterator[Callable[[int], None]]:
+        """
+        Show on a terminal how far long work has come; end in order when it is interrupted.
+
+        Every batch is committed on its own, so an interrupt loses nothing.
+        """
+        visible = self.stdout.isatty() and not options["as_json"]
+        reached = 0
+
+        def show(rows: int) -> None:
+            nonlocal reached
+            reached = rows
+            if visible:
+                self.stdout.write(f"\r{plural(rows)} ...", ending="")
+                self.stdout.flush()
+
+        try:
+            yield show
+        except KeyboardInterrupt:
+            raise CommandError(
+                f"Interrupted after {plural(reached)}. Those are committed, the rest is as it was; run it again to go on.",
+                returncode=130,
+            ) from None
+        finally:
+            if visible and reached:
+                self.stdout.write("\r\x1b[K", ending="")
+
+    def confirm(self, question: str, options: dict[str, Any]) -> None:
+        """Ask on a terminal, unless told not to; raise `CommandError` for anything but yes."""
+        if options["interactive"] and sys.stdin.isatty():
+            answer = input(f"{question} [y/N] ")
+            if answer.strip().lower() not in {"y", "yes"}:
+                raise CommandError("Nothing was changed.")
+
+
+def plural(rows: int) -> str:
+    """Return a number of events in words."""
+    return f"{rows:,} event{'' if rows == 1 else 's'}"
+
+
+def event_ids(texts: Iterable[str | UUID]) -> list[UUID]:
+    """Return ids from the command line; raise `CommandError` naming the one that is none."""
+    ids = []
+    for text in texts:
+        try:
+            ids.append(text if isinstance(text, UUID) else UUID(text))
+        except ValueError:
+            raise CommandError(
+                f"{text!r} is not an event id. Write it as the admin shows it, such as"
+                " 01890a5d-ac96-774b-bcce-b302099a8057; to choose by handler or type use --handler or --type."
+            ) from None
+    return ids
+
+
+def duration_seconds(text: str | float) -> float:
+    """Return the seconds of ``90``, ``90s``, ``15m``, ``6h``, ``7d`` or ``2w``; else raise `CommandError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", str(text).strip().lower())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else -1.0
+    if not 0 <= seconds <= 100 * 366 * 86_400:
+        raise CommandError(
+            f"{text!r} is not a duration. Write a number and a unit: 90s, 15m, 6h, 7d or 2w, up to 100 years."
+        )
+    return seconds
+
+
+def positive(name: str, value: int | None) -> int | None:
+    """Return a number from the command line; raise `CommandError` for one below 1."""
+    if value is not None and value < 1:
+        raise CommandError(f"{name} is {value}; write a number from 1 up.")
+    return value
+
+
+def check_filters(
+    *, status: Iterable[str] = (), allowed: Iterable[str] = (), type: str | None = None, handler: str | None = None  # noqa: A002
+) -> None:
+    """Raise `CommandError` for a status, event type or handler name that no row can have."""
+    for name in status:
+        if name not in allowed:
+            raise CommandError(f"--status {name} does not go here. Use one of: {', '.join(allowed)}.")
+    try:
+        # The decorator checks its arguments when called, and registers only when applied.
+        if handler is not None:
+            events.on_event("outbox.event.dead", name=handler)
+        if type is not None:
+            events.on_event(type, name="any")
+    except (InvalidHandlerName, InvalidEventType) as error:
+        raise CommandError(str(error).replace(", which handler 'any' wants,", "")) from None
+    if type is not None and "*" in type:
+        raise CommandError(f"--type takes one whole event type, such as user.created, not the pattern {type!r}.")
