@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final, TypeVar
 from uuid import UUID
 from zoneinfo import ZoneInfo
@@ -440,7 +440,7 @@ def _at(what: str, path: Sequence[str | int]) -> str:
 # --- handlers --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Handler:
     """A registered function: what it handles, under which names, and how it is run."""
 
@@ -451,7 +451,7 @@ class Handler:
     atomic: bool
     aliases: tuple[str, ...]
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Every name under which its deliveries may stand."""
         return (self.name, *self.aliases)
@@ -461,7 +461,7 @@ class Handler:
         """The name in its idempotency keys."""
         return self.aliases[0] if self.aliases else self.name
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         """Whether the function is a coroutine function."""
         return inspect.iscoroutinefunction(self.function)
@@ -698,8 +698,9 @@ class EventRun:
         self.careful = lease.suspect or lease.lost_leases > 0 or in_child
         self.lost = False
         self.interrupted = False
-        self._deliveries: dict[str, str | None] = json.loads(content["deliveries"])
-        self._failures: dict[str, dict[str, Any]] = json.loads(content["failures"])
+        # Rows of one type mostly bear one and the same text here.
+        self._deliveries: dict[str, str | None] = dict(_parsed(content["deliveries"]))
+        self._failures: dict[str, dict[str, Any]] = _json_object(content["failures"])
         self._failures_changed = False
         self.delivered: dict[str, str] = {}
         self._delays: list[float] = []
@@ -823,7 +824,7 @@ class EventRun:
             organization_id=content["organization_id"],
             request_id=content["request_id"],
             causation_id=_uuid(content["causation_id"]),
-            headers=json.loads(content["headers"]),
+            headers=_json_object(content["headers"]),
             handler=handler.name,
             attempt=self.lease.attempts,
             idempotency_key=f"{handler.oldest_name}:{self.lease.id}",
@@ -930,6 +931,8 @@ class EventRun:
         """Return how the event ended, once `complete`."""
         with self._lock:
             left = self._owed()
+            if not left and not self._failures:
+                return engine.Settled(self.lease, _DONE, self.delivered)
             parked = [name for name in left if name in self._parked]
             final = [name for name in left if self._failures.get(name, {}).keys() & {"rejected", "lost"}]
             retry = [name for name in left if name not in parked and name not in final]
@@ -947,7 +950,7 @@ class EventRun:
                     self._failures_changed = True
             outcome: engine.Outcome
             if not left:
-                outcome = engine.Done()
+                outcome = _DONE
             elif retry:
                 outcome = engine.Retry(max(self._delays, default=None))
             elif parked:
@@ -969,6 +972,21 @@ class EventRun:
         """Return the seconds for which the longest-parked of these has waited."""
         now = self.lease.clock.now()
         return max(now - datetime.fromisoformat(self._failures[name]["parked_at"]).timestamp() for name in names)
+
+
+_DONE: Final = engine.Done()
+
+
+@lru_cache(maxsize=1_024)
+def _parsed(text: str) -> dict[str, Any]:
+    """Return a JSON object that must not be changed."""
+    parsed: dict[str, Any] = json.loads(text)
+    return parsed
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object of one's own; nearly always the empty one."""
+    return {} if text == "{}" else json.loads(text)
 
 
 async def _bounded(handler: Handler, event: Event, timeout: float) -> None:

@@ -186,6 +186,11 @@ class Lease:
     deadline: float
     content: dict[str, Any]
 
+    @property
+    def age_now(self) -> float:
+        """Seconds since the row was created, or since a delayed row was first due."""
+        return self.age + (self.clock.now() - self.clock.epoch)
+
     def current(self) -> bool:
         """Return whether the lease still runs by this process's own clock."""
         return time.monotonic() < self.deadline
@@ -863,7 +868,6 @@ class _Record:
     def of(cls, settled: Settled, schedule: Schedule) -> _Record:
         """Decide a row's status and next time from how its delivery ended: the one place that does."""
         lease, error = settled.lease, settled.error
-        age = lease.age + (lease.clock.now() - lease.clock.epoch)
         dead = lease.status == "dead"
         delay: float | None = None
         refund = 0
@@ -871,14 +875,14 @@ class _Record:
             case Done():
                 status, error = "done", ""
             case Retry(requested):
-                dead, delay = schedule.after_failure(lease.attempts, dead=dead, age=age, requested=requested)
+                dead, delay = schedule.after_failure(lease.attempts, dead=dead, age=lease.age_now, requested=requested)
                 status = "dead" if dead else "waiting"
             case Park(spent):
                 # Nothing was tried, so nothing is charged. A dead row that parks stays dead.
                 refund = 1
                 dead = dead or spent
                 status = "dead" if dead else "waiting"
-                delay = schedule.replay_delay(age=age) if dead else park_seconds(age)
+                delay = schedule.replay_delay(age=lease.age_now) if dead else park_seconds(lease.age_now)
             case Fail():
                 status = "failed"
             case Lost():
@@ -890,11 +894,14 @@ class _Record:
         return self.status in {"dead", "failed"} and not self.settled.lease.was_dead
 
     def entry(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
-        return _key(self.settled.lease, connection) | {
+        lease = self.settled.lease
+        return {
+            "id": _dialect(connection).id_param(lease.id),
+            "fence": lease.fence,
             "status": self.status,
             "delay": self.delay,
             "refund": self.refund,
-            "delivered": dict(self.settled.delivered) or None,
+            "delivered": self.settled.delivered or None,
             "failures": self.failures,
             "error": self.error,
         }

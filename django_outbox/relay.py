@@ -56,6 +56,7 @@ EXIT_RECYCLE: Final = 75
 CLAIM_LIMIT: Final = 500
 IN_FLIGHT_LIMIT: Final = 1_500
 SETTLE_LIMIT: Final = 500
+SETTLE_GATHER_SECONDS: Final = 0.005
 PREFETCH_SECONDS: Final = 0.5
 """Rows are claimed ahead for about this long, by the measured time of a row."""
 EMPTY_FLOOR_SECONDS: Final = 0.05
@@ -393,7 +394,7 @@ class Relay:
         threading.Thread(target=self._work_loop, args=(slot, flight), name=name, daemon=True).start()
 
     def _work_loop(self, slot: _Slot, flight: _Flight | None) -> None:
-        _thread.is_relay = True
+        _thread.runs_handlers = True
         try:
             while not self._closing:
                 if flight is None:
@@ -455,6 +456,9 @@ class Relay:
         while not ending:
             # What gathered while the last batch was written is the next batch.
             waiting = [self._outcomes.get()]
+            if self._ready:
+                # More are about to end: a statement for many costs little more than for one.
+                time.sleep(SETTLE_GATHER_SECONDS)
             with suppress(queue.Empty):
                 while len(waiting) < SETTLE_LIMIT:
                     waiting.append(self._outcomes.get_nowait())
@@ -681,6 +685,7 @@ def _child_main(pipe: Connection, using: str) -> None:
     import django  # noqa: PLC0415
 
     django.setup()
+    _thread.runs_handlers = True
     while True:
         try:
             lease, handler_name, limit = pipe.recv()
@@ -702,7 +707,12 @@ def _child_main(pipe: Connection, using: str) -> None:
 
 
 class _Thread(threading.local):
-    is_relay = False
+    """What a handler thread knows of itself."""
+
+    def __init__(self) -> None:
+        self.runs_handlers = False
+        self.opened: list[Any] = []
+        """The connections it opened: asking Django for all of them takes longer than a small handler."""
 
 
 _thread = _Thread()
@@ -720,8 +730,10 @@ def _note_session_change(execute: Any, sql: Any, params: Any, many: bool, contex
 
 
 def _on_connection_created(*, connection: Any, **_: Any) -> None:
-    if not _thread.is_relay:
+    if not _thread.runs_handlers:
         return
+    if connection not in _thread.opened:
+        _thread.opened.append(connection)
     connection.outbox_since = time.monotonic()
     connection.outbox_session_changed = False
     connection.health_check_enabled = True
@@ -733,9 +745,8 @@ connection_created.connect(_on_connection_created, dispatch_uid="django_outbox.r
 
 
 def _own_connections() -> list[Any]:
-    """Return this thread's connections that are open."""
-    opened: Sequence[Any] = connections.all(initialized_only=True)
-    return [connection for connection in opened if connection.connection is not None]
+    """Return this handler thread's connections that are open."""
+    return [connection for connection in _thread.opened if connection.connection is not None]
 
 
 def _trust_connections_briefly() -> None:
@@ -788,11 +799,12 @@ def _throw_away(connection: Any) -> None:
     """Drop a connection and all that Django remembers of it; the next use makes a new one."""
     with suppress(Exception):
         connection.connection.close()
+    _thread.opened.remove(connection)
     with suppress(AttributeError):
         del connections[connection.alias]
 
 
 def _close_connections() -> None:
-    for connection in _own_connections():
+    for connection in connections.all(initialized_only=True):
         with suppress(Exception):
             connection.close()

@@ -42,7 +42,7 @@ examples:
         )
         parser.add_argument("--type", help="only events of this type")
         parser.add_argument("--handler", metavar="NAME", help="close only what is owed to this handler")
-        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, the oldest of each status")
+        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
         parser.add_argument("--all", action="store_true", dest="everything", help="all dead events")
         parser.add_argument(
             "--no-input", "--noinput", action="store_false", dest="interactive", help="do not ask for confirmation"
@@ -66,7 +66,7 @@ examples:
         chosen = status or (DISCARDABLE if ids or handler else ("dead",))
         what = plural(len(ids)) if ids else f"all {' and '.join(chosen)} events"
         of_type = f" of type {type_}" if type_ else ""
-        at_most = f", {limit:,} of each status at most," if limit and not ids else ""
+        at_most = f", {limit:,} at most," if limit and not ids else ""
         only = f"the delivery to {handler} of " if handler else ""
         self.confirm(f"Close {only}{what}{of_type}{at_most} for good on database {using!r}?", options)
         with self.progress(options) as progress:

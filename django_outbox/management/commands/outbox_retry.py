@@ -49,7 +49,7 @@ examples:
             metavar="OLD=NEW",
             help="re-point what is owed to the handler OLD at NEW, and make it due now",
         )
-        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, the oldest of each status")
+        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
         parser.add_argument("--all", action="store_true", dest="everything", help="all dead and failed events")
 
     def handle(self, *args: Any, **options: Any) -> None:
