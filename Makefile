@@ -1,5 +1,6 @@
 # Each target does its own set-up below .venv/, once, and again when pyproject.toml changes.
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help test lint demo clean
 
 help: ## List the targets
@@ -13,10 +14,9 @@ lint: ## Check style, types, import layers and migrations
 
 demo: ## Run the example project on a new SQLite file and show what was delivered
 	@.ci/environment demo any example
-	@rm -f example_project/db.sqlite3*
 	@.venv/demo/bin/python manage.py demo
 
 clean: ## Remove environments, caches and the demo's database
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
-	rm -f example_project/db.sqlite3*
+	rm -f db.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

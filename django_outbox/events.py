@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, iscoroutinefunction
 from django.conf import settings as django_settings
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.serializers.json import DjangoJSONEncoder
@@ -268,7 +268,7 @@ def _row(event: NewEvent, fresh: Iterator[UUID], limit: int) -> engine.NewRow:
     return engine.NewRow(
         id=next(fresh) if event.event_id is None else event.event_id,
         given_id=event.event_id is not None,
-        type=event.type,
+        type=str.__str__(event.type),
         payload="{}" if event.payload is None else encode_json(event.payload, what="payload", limit=limit),
         headers="{}" if event.headers is None else _encode_headers(event.headers, limit),
         deliveries=registry.deliveries(event.type),
@@ -299,7 +299,10 @@ def check_type(type_: object) -> None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of too many digits to print
+        text = f"({type(value).__name__})"
     return text if len(text) <= 160 else text[:157] + "..."
 
 
@@ -324,9 +327,13 @@ def _moment(value: object) -> datetime | None:
         # As Django's own fields and forms do: a naive time is one of the project's zone.
         value = value.replace(tzinfo=ZoneInfo(django_settings.TIME_ZONE or "UTC"))
     try:
-        return value.astimezone(UTC)
+        moment = value.astimezone(UTC)
     except OverflowError:
-        raise InvalidPayload(f"occurred_at is {value}, which is no time in UTC.") from None
+        moment = None
+    # The first and the last year are no time in some zone: neither drivers nor floats read them back.
+    if moment is None or not 1 < moment.year < 9999:
+        raise InvalidPayload(f"occurred_at is {value}; it must lie in the years 2 to 9998.")
+    return moment
 
 
 def _delay(value: object) -> float | None:
@@ -336,7 +343,7 @@ def _delay(value: object) -> float | None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise InvalidPayload(f"delay must be seconds or a timedelta, not {type(value).__name__}.")
     if not 0 <= seconds <= 3_653 * 86_400:  # also refuses NaN
-        raise InvalidPayload(f"delay is {seconds} seconds; it must lie between 0 and ten years.")
+        raise InvalidPayload(f"delay is {_shown(seconds)} seconds; it must lie between 0 and ten years.")
     return float(seconds) or None
 
 
@@ -391,7 +398,7 @@ def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:
         if not math.isfinite(value):
             raise InvalidPayload(f"{_at(what, path)} is {value}, which is not JSON.")
         return float(value)
-    if len(path) >= _MAX_DEPTH:
+    if len(path) >= _MAX_DEPTH and isinstance(value, (dict, list, tuple)):
         raise InvalidPayload(f"{_at(what, path[:4])} is nested deeper than {_MAX_DEPTH} levels, or contains itself.")
     if isinstance(value, dict):
         plain = {}
@@ -401,7 +408,7 @@ def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:
                     f"{_at(what, path)} has the key {_shown(key)}, a {type(key).__name__}; JSON keys are strings."
                 )
             if problem := _unstorable(key):
-                raise InvalidPayload(f"A key of {_at(what, path)} holds {problem}, which PostgreSQL cannot store.")
+                raise InvalidPayload(f"{_at(what, path)} has a key that holds {problem}, which PostgreSQL cannot store.")
             plain[str.__str__(key)] = _plain(item, (*path, key), what)
         return plain
     if isinstance(value, (list, tuple)):
@@ -464,7 +471,8 @@ class Handler:
     @cached_property
     def is_async(self) -> bool:
         """Whether the function is a coroutine function."""
-        return inspect.iscoroutinefunction(self.function)
+        function: Any = self.function
+        return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
     @property
     def source(self) -> str:
@@ -597,10 +605,8 @@ def on_event(
     :raises InvalidEventType: for a malformed type, or none.
     :raises DuplicateHandler: when another function has the name for an overlapping type.
     """
-    patterns = tuple(dict.fromkeys(types))
-    given: tuple[object, ...] = patterns
-    former = (aliases,) if isinstance(aliases, str) else tuple(aliases)
-    names: tuple[object, ...] = (name, *former)
+    given: tuple[object, ...] = types
+    names: tuple[object, ...] = (name, *((aliases,) if isinstance(aliases, str) else aliases))
     for each in names:
         if not isinstance(each, str) or len(each) > _NAME_LENGTH or not _NAME.fullmatch(each):
             raise InvalidHandlerName(
@@ -613,6 +619,9 @@ def on_event(
         raise InvalidEventType(
             f'on_event() of handler {name!r} needs event types, such as @on_event("user.created", ...).'
         )
+    # Plain text from here on: a member of a str enum prints as something else than its value.
+    name, *former = (str.__str__(each) for each in names if isinstance(each, str))
+    patterns = tuple(dict.fromkeys(str.__str__(pattern) for pattern in types))
     for pattern in patterns:
         valid = _PATTERN.fullmatch(pattern) and (pattern.endswith("*") or _TYPE.fullmatch(pattern))
         if not valid or len(pattern) > _TYPE_LENGTH:
@@ -627,8 +636,10 @@ def on_event(
     def register(function: Function) -> Function:
         if not callable(function):
             raise TypeError(f"Handler {name!r} is a {type(function).__name__}, not a function.")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"Handler {name!r} is a generator, so calling it runs nothing. Remove its yield.")
         handler = Handler(
-            name=name, patterns=patterns, function=function, timeout=seconds, atomic=atomic, aliases=former
+            name=name, patterns=patterns, function=function, timeout=seconds, atomic=atomic, aliases=tuple(former)
         )
         if atomic and handler.is_async:
             raise TypeError(
@@ -852,13 +863,18 @@ class EventRun:
             else:
                 call()
         except RetryLater as error:
+            logger.info("handler asks for a retry handler=%s event=%s", handler.name, self.lease.id)
             return Result(clean_error(error), delay=error.delay)
         except Reject as error:
+            logger.warning("handler rejects the event handler=%s event=%s", handler.name, self.lease.id)
             return Result(clean_error(error), rejected=True)
         except LeaseLost:
             self.lost = True
             return Result("the lease was lost while the handler ran; its work was rolled back")
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:
+            # Time-outs of gevent, SystemExit and their like are no Exceptions, and end a handler all the same.
+            if isinstance(error, KeyboardInterrupt):
+                raise
             logger.exception("handler failed handler=%s event=%s type=%s", handler.name, self.lease.id, self.type)
             return Result(clean_error(error))
         finally:
@@ -870,10 +886,10 @@ class EventRun:
         if handler.is_async:
             async_to_sync(_bounded)(handler, event, timeout)
         elif not handler.atomic:
-            handler.function(event)
+            _require_finished(handler.function(event))
         else:
             with transaction.atomic(using=self.using):
-                handler.function(event)
+                _require_finished(handler.function(event))
                 # Last, so that no lock on the event is held while the handler runs.
                 if not engine.record(self.lease, using=self.using, delivered=self._times(handler)):
                     raise LeaseLost
@@ -923,8 +939,7 @@ class EventRun:
             self.interrupted = True
             running = list(self._running)
         for name in running:
-            handler = next((each for each in registry.handlers() if each.name == name), None)
-            if handler is not None:
+            if (handler := registry.resolve(self.type, name)) is not None:
                 self.finish(handler, Result("interrupted: the relay was stopped while this handler ran"))
 
     def settled(self) -> engine.Settled:
@@ -945,8 +960,9 @@ class EventRun:
                     self._failures_changed = True
             for name in list(self._failures):
                 entry = self._failures[name]
-                if "marks" in entry or ("parked_at" in entry and name not in parked):
-                    self._failures[name] = {k: v for k, v in entry.items() if k not in {"marks", "parked_at"}}
+                past = {"marks"} if name in parked else {"marks", "parked_at"}
+                if entry.keys() & past:
+                    self._failures[name] = {key: value for key, value in entry.items() if key not in past}
                     self._failures_changed = True
             outcome: engine.Outcome
             if not left:
@@ -987,6 +1003,16 @@ def _parsed(text: str) -> dict[str, Any]:
 def _json_object(text: str) -> dict[str, Any]:
     """Return a JSON object of one's own; nearly always the empty one."""
     return {} if text == "{}" else json.loads(text)
+
+
+def _require_finished(returned: object) -> None:
+    """Raise when a plain function returned work that nobody will do, as one that wraps an async function does."""
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise TypeError(
+            "the handler returned a coroutine, which would never run; write `async def`, or mark its wrapper with"
+            " asgiref.sync.markcoroutinefunction"
+        )
 
 
 async def _bounded(handler: Handler, event: Event, timeout: float) -> None:

@@ -78,6 +78,8 @@ __all__ = [
 logger = logging.getLogger("django_outbox.lease")
 
 REFUSED_TEXT: Final = "The database refused this row's outcome; the relay's log says why."
+LOST_HOLDER: Final = "lost"
+"""Stands in ``leased_by`` of a released row whose last worker never settled it."""
 CHUNK: Final = 500
 """Rows that one statement of an operator verb or a purge locks."""
 
@@ -537,6 +539,8 @@ class Claimer:
         self.queue = queue
         self.holder = holder
         self.using = using
+        self.more = False
+        """Whether the last claim was ended by its limit or a quota, so that more may be due."""
         self._turn = 0
 
     def claim(self, limit: int, *, lease_seconds: float, max_bytes: int = 8 * 2**20) -> list[Lease]:
@@ -553,10 +557,12 @@ class Claimer:
         dead = limit // 4 if limit >= 4 else int(turn % 4 == 3)
         # Counted from before the statement is sent: it may only ever end too early.
         started = time.monotonic()
-        if connection.vendor == "sqlite":
-            rows = self._claim_sqlite(connection, limit, dead, (first, second), lease_seconds, max_bytes)
-        else:
-            rows = self._claim_postgres(connection, limit, dead, (first, second), lease_seconds, max_bytes)
+        find = self._claim_sqlite if connection.vendor == "sqlite" else self._claim_postgres
+        rows = find(connection, limit, dead, (first, second), lease_seconds, max_bytes)
+        if not rows and not dead:
+            # Nobody else wants the place; an empty claim says that nothing is due.
+            dead = 1
+            rows = find(connection, limit, dead, (first, second), lease_seconds, max_bytes)
         extra = self.queue.content
         leases = []
         for row in rows:
@@ -579,6 +585,12 @@ class Claimer:
                     content=dict(zip(extra, row[10:], strict=True)),
                 )
             )
+        # The database measures bytes in its own way; half the bound is near enough to it.
+        self.more = (
+            len(leases) >= limit
+            or sum(lease.status == "dead" for lease in leases) >= dead > 0
+            or sum(len(lease.content[self.queue.bulk]) for lease in leases) >= max_bytes // 2
+        )
         return leases
 
     def _claim_postgres(
@@ -841,10 +853,12 @@ def release(leases: Sequence[Lease], *, using: str) -> int:
         _guarded_update(
             connection,
             leases[0].queue,
-            {},
-            [_key(lease, connection) for lease in leases],
+            {"suspect": "int"},
+            [_key(lease, connection) | {"suspect": int(lease.suspect)} for lease in leases],
             leases[0].holder,
-            "attempts = e.attempts - 1, lease_until = NULL, leased_by = ''",
+            # A holder without a lease marks a suspect: nobody has found out yet what it did to its last one.
+            f"attempts = e.attempts - 1, lease_until = NULL, leased_by = CASE WHEN o.suspect = 1 THEN '{LOST_HOLDER}'"
+            " ELSE '' END",
             lazy_commit=True,
         )
     )
@@ -1328,22 +1342,30 @@ def purge(
 
 def next_due_seconds(queue: Queue, *, using: str) -> float | None:
     """
-    Return the seconds until the next row falls due that is not due now, or ``None``.
+    Return the seconds until the next row can be claimed that cannot be claimed now, or ``None``.
 
-    Reads one entry of each of the two time indexes.
+    That is when a row falls due, or when the lease of one that is due runs out: a relay
+    that was killed is succeeded then, without waiting for a poll. Reads one entry of each
+    time index, and at most `CHUNK` of each scan: after a claim that found nothing more,
+    what is left at the head of a scan is leased.
     """
     connection = connections[using]
     dialect = _dialect(connection)
     table = _table(queue, connection)
-    heads = [
+    moments = [
         f"(SELECT min(due_at) FROM {table} WHERE status = '{name}' AND due_at > {dialect.now})"
         for name in ("waiting", "dead")
     ]
-    left = ", ".join(f"{dialect.epoch(head)} - {dialect.epoch(dialect.now)}" for head in heads)
+    moments += [
+        f"""(SELECT min(lease_until) FROM (SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}
+            ORDER BY {order}, id LIMIT {CHUNK}) AS {name}_rows WHERE lease_until > {dialect.now})"""
+        for name, (condition, order) in _SCANS.items()
+    ]
+    left = ", ".join(f"{dialect.epoch(moment)} - {dialect.epoch(dialect.now)}" for moment in moments)
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT {left}", [])
-        due = [float(value) for value in cursor.fetchone() if value is not None]
-    return max(0.0, min(due)) if due else None
+        seconds = [float(value) for value in cursor.fetchone() if value is not None]
+    return max(0.0, min(seconds)) if seconds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,7 +219,7 @@ class Relay:
                 claimed = self._take(self._claim(asked)) if asked > 0 else 0
                 if self.mode == "once":
                     return
-                self._hungry = claimed >= asked
+                self._hungry = asked <= 0 or self._claimer.more
                 if not self._hungry and claimed == 0 and self.mode == "drain" and self.held() == 0:
                     return
                 pause = self.settings.poll_seconds

@@ -97,7 +97,7 @@ else:
     EMAIL_FILE_PATH = MAIL_DIRECTORY or None
 DEFAULT_FROM_EMAIL = "hello@example.com"
 
-OUTBOX = {
+OUTBOX: dict[str, Any] = {
     "EVENTS": {
         # So that the demo's retries take seconds. The default of 5 is the one for real receivers.
         "RETRY_BASE_SECONDS": 0.5,

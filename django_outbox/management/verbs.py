@@ -107,7 +107,7 @@ class OutboxCommand(BaseCommand):
             yield show
         except KeyboardInterrupt:
             raise CommandError(
-                f"Interrupted after {plural(reached)}. Those are committed, the rest is as it was; run it again to go on.",
+                f"Interrupted after {plural(reached)}. Those are committed; run it again for the rest.",
                 returncode=130,
             ) from None
         finally:
@@ -160,7 +160,11 @@ def positive(name: str, value: int | None) -> int | None:
 
 
 def check_filters(
-    *, status: Iterable[str] = (), allowed: Iterable[str] = (), type: str | None = None, handler: str | None = None  # noqa: A002
+    *,
+    status: Iterable[str] = (),
+    allowed: Iterable[str] = (),
+    type: str | None = None,  # noqa: A002
+    handler: str | None = None,
 ) -> None:
     """Raise `CommandError` for a status, event type or handler name that no row can have."""
     for name in status:

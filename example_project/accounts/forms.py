@@ -7,7 +7,7 @@ from django.contrib.auth.forms import BaseUserCreationForm
 from django.contrib.auth.models import User
 
 
-class RegistrationForm(BaseUserCreationForm):
+class RegistrationForm(BaseUserCreationForm):  # type: ignore[type-arg]  # generic in the stubs alone
     """Name, email address and password of a new user. It validates; `register` saves."""
 
     email = forms.EmailField()

@@ -141,11 +141,11 @@ def own_project(directory: Path, *, like: Project | None = None) -> Iterator[Pro
         key: str(default[key.upper()]) for key in ("host", "port", "user", "password") if default.get(key.upper())
     }
     template = f" TEMPLATE {conninfo_to_dict(like.dsn)['dbname']}" if like is not None else ""
-    with psycopg.connect(dbname="postgres", autocommit=True, **server) as connection:
+    with psycopg.connect(make_conninfo(dbname="postgres", **server), autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}{template}".encode())
         try:
             login = ":".join(quote(server[key], safe="") for key in ("user", "password") if key in server)
-            address = urlencode({key: server[key] for key in ("host", "port") if key in server})
+            address = urlencode([(key, server[key]) for key in ("host", "port") if key in server])
             url = f"postgres://{login}@/{name}?{address}"
             yield Project(env | {"DATABASE_URL": url}, directory, dsn=make_conninfo(dbname=name, **server))
         finally:
@@ -268,6 +268,13 @@ def test_the_project_passes_its_checks_and_has_no_missing_migration(project: Pro
     assert checked.returncode == 0, checked.stderr
     migrations = project.manage("makemigrations", "--check", "--dry-run", **env)
     assert migrations.returncode == 0, migrations.stdout
+
+
+def test_the_projects_own_tests_pass(project: Project) -> None:
+    """Scenario 29: its handlers run in plain TestCases."""
+    result = project.manage("test", "--noinput", "example_project", DJANGO_SETTINGS_MODULE="example_project.settings")
+    assert result.returncode == 0, result.stderr
+    assert "Ran 0 tests" not in result.stderr
 
 
 def test_the_demo_checks_itself_and_prints_a_plain_table(empty_project: Project) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def add_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[AddDatabase]:
         forget()
 
     def forget() -> None:
-        if hasattr(connections._connections, "events"):
+        with suppress(AttributeError):
             del connections["events"]
 
     yield add
@@ -101,6 +102,7 @@ def test_another_database_than_the_two_is_an_error(add_database: AddDatabase) ->
 
 def test_psycopg2_in_use_is_an_error(add_database: AddDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     add_database(POSTGRES)
+    assert connections["events"].vendor == "postgresql"  # loads Django's backend, which looks at the same flag
     monkeypatch.setattr("django.db.backends.postgresql.psycopg_any.is_psycopg3", False)
     assert on_events() == ["django_outbox.E011"]
 

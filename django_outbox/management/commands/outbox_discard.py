@@ -48,7 +48,7 @@ examples:
             "--no-input", "--noinput", action="store_false", dest="interactive", help="do not ask for confirmation"
         )
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Run the verb and report."""
         queue, using = self.place(options)
         ids = event_ids(options["ids"]) or None
@@ -80,4 +80,6 @@ examples:
                 limit=limit,
                 progress=progress,
             )
-        self.say_report(report, f"Closed the delivery to {handler} of {{rows}}." if handler else "Discarded {rows}.", options)
+        self.say_report(
+            report, f"Closed the delivery to {handler} of {{rows}}." if handler else "Discarded {rows}.", options
+        )

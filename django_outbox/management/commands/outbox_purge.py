@@ -48,7 +48,7 @@ examples:
             "--no-input", "--noinput", action="store_false", dest="interactive", help="do not ask for confirmation"
         )
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Run the verb and report."""
         queue, using = self.place(options)
         status = options["status"]
@@ -69,9 +69,7 @@ examples:
         if status != "done":
             self.confirm(f"Delete {status} events older than {seconds:g} s from database {using!r}?", options)
         with self.progress(options) as progress:
-            gone = purge(
-                queue, using=using, older_than_seconds=seconds, status=status, limit=limit, progress=progress
-            )
+            gone = purge(queue, using=using, older_than_seconds=seconds, status=status, limit=limit, progress=progress)
         if options["as_json"]:
             self.stdout.write(json.dumps({"purged": gone, "status": status, "older_than_seconds": seconds}))
         else:

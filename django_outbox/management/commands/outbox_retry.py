@@ -52,7 +52,7 @@ examples:
         parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
         parser.add_argument("--all", action="store_true", dest="everything", help="all dead and failed events")
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Run the verb and report."""
         queue, using = self.place(options)
         ids = event_ids(options["ids"]) or None
@@ -72,7 +72,7 @@ examples:
             if renaming:
                 old, new = _names(renaming)
                 if type_ or handler:
-                    raise CommandError("--rename-handler chooses by the old name; it goes with ids, --status and --limit.")
+                    raise CommandError("--rename-handler chooses by the old name; add ids, --status or --limit only.")
                 report = rename_handler(
                     queue, old, new, using=using, ids=ids, status=status or allowed, limit=limit, progress=progress
                 )

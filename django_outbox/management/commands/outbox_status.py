@@ -36,7 +36,7 @@ examples:
             "--fail-over", metavar="DURATION", help="exit with 1 when the oldest due event is older: 30s, 5m, 1h"
         )
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Look and print."""
         queue, using = self.place(options)
         bound = None if options["fail_over"] is None else duration_seconds(options["fail_over"])
@@ -60,7 +60,11 @@ def _page(found: Backlog, using: str) -> list[str]:
         ("pending", found.pending, "new, delivered in order" if found.pending else ""),
         ("waiting", found.waiting, "delayed, retrying or parked: they come by themselves" if found.waiting else ""),
         ("dead", found.dead, "look: outbox admin, then outbox_retry --status dead" if found.dead else ""),
-        ("failed", found.failed, "refused for good: outbox_retry or outbox_purge --status failed" if found.failed else ""),
+        (
+            "failed",
+            found.failed,
+            "refused for good, or discarded by hand" if found.failed else "",
+        ),
     ]
     lines = [f"{found.queue} on database {using!r}", ""]
     lines += [f"  {name:<10} {number(value):>9}   {note}".rstrip() for name, value, note in rows]

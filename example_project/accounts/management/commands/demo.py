@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -76,12 +77,13 @@ class Command(BaseCommand):
         started = time.monotonic()
         self._title("django_outbox demo")
         call_command("migrate", verbosity=0)
-        self._say(
-            "database",
-            f"{connection.display_name} {connection.Database.sqlite_version}, a file of its own"
-            if connection.vendor == "sqlite"
-            else f"{connection.display_name}, {connection.settings_dict['NAME']}",
+        sqlite = connection.vendor == "sqlite"
+        place = (
+            f"{sqlite3.sqlite_version}, {Path(connection.settings_dict['NAME']).name}"
+            if sqlite
+            else "as DATABASE_URL says"
         )
+        self._say("database", f"{connection.display_name} {place}")
 
         people = register_everybody()
         self._say("register", f"{len(people.committed)} users, each with its event in the same transaction")
@@ -106,7 +108,8 @@ class Command(BaseCommand):
             self.stdout.write(f"  {self.style.SUCCESS('ok  ') if passed else self.style.ERROR('FAIL')}  {text}")
         self.stdout.write(f"\n  {time.monotonic() - started:.1f} seconds, from an empty database to here.\n\n")
         if failed:
-            raise CommandError(f"{failed} of the checks failed. What the relay said:\n\n{relay_output}")
+            said = "\n".join(relay_output.splitlines()[-40:])
+            raise CommandError(f"{failed} of the checks failed. What the relay said last:\n\n{said}")
 
     def _relay(self, events: list[OutboxEvent]) -> tuple[str, int]:
         """Run one real relay until nothing of these events is open, then stop it as a host would."""

@@ -1,0 +1,106 @@
+"""How the tests of this directory meet several threads, processes and sessions, with a deadline on every wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import connection, connections
+
+from django_outbox.relay import Mode, Relay
+
+DEADLINE_SECONDS = 10.0
+
+
+def eventually(condition: Callable[[], Any], *, seconds: float = DEADLINE_SECONDS) -> Any:
+    """Return the condition's first true value; for what another process or session does and nobody reports."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, f"not within {seconds:g} s"
+        threading.Event().wait(0.02)
+    return value
+
+
+class Worker(threading.Thread):
+    """A thread with a database connection of its own; `result` waits for it and raises what it raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:  # noqa: BLE001  raised in the test's own thread
+            self._error = error
+        finally:
+            connections.close_all()
+
+    def result(self, *, seconds: float = DEADLINE_SECONDS) -> Any:
+        self.join(seconds)
+        assert not self.is_alive(), f"the thread did not end within {seconds:g} s"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def together(*functions: Callable[[], Any], seconds: float = 30.0) -> list[Any]:
+    """Run the functions in threads that start at one moment, and return what they returned."""
+    barrier = threading.Barrier(len(functions))
+
+    def started(function: Callable[[], Any]) -> Any:
+        connection.ensure_connection()
+        barrier.wait(DEADLINE_SECONDS)
+        return function()
+
+    workers = [Worker(lambda function=function: started(function)) for function in functions]  # type: ignore[misc]
+    return [worker.result(seconds=seconds) for worker in workers]
+
+
+class RunningRelay:
+    """A relay in a thread of this process."""
+
+    def __init__(self, *, mode: Mode = "serve", threads: int = 4) -> None:
+        self.relay = Relay(threads=threads, mode=mode)
+        self._worker = Worker(self.relay.run)
+
+    def wait_for(self, *, seconds: float = DEADLINE_SECONDS, **counts: int) -> None:
+        """Wait until so many rows were settled with these statuses (or released, or lost)."""
+        wanted = Counter(counts)
+        with self.relay._landed:
+            reached = self.relay._landed.wait_for(
+                lambda: all(self.relay.counts[name] >= count for name, count in wanted.items()), seconds
+            )
+        assert reached, f"wanted {dict(wanted)}, have {dict(self.relay.counts)}"
+
+    def wait_until_idle(self, *, seconds: float = DEADLINE_SECONDS) -> None:
+        with self.relay._landed:
+            assert self.relay._landed.wait_for(lambda: not self.relay.held(), seconds), f"holds {self.relay.held()}"
+
+    def end(self, *, seconds: float = DEADLINE_SECONDS) -> int:
+        """Wait for the end of its run, and return its exit code."""
+        code: int = self._worker.result(seconds=seconds)
+        return code
+
+    def stop(self, *, seconds: float = DEADLINE_SECONDS) -> int:
+        self.relay.stop()
+        return self.end(seconds=seconds)
+
+
+@contextmanager
+def running_relay(*, threads: int = 4) -> Iterator[RunningRelay]:
+    """Run a relay during the block; it must end well, with nothing in its hands."""
+    running = RunningRelay(threads=threads)
+    try:
+        yield running
+    finally:
+        code = running.stop(seconds=20)
+    assert code == 0
+    assert running.relay.held() == 0
