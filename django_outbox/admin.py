@@ -612,7 +612,9 @@ class OutboxEventAdmin(_ModelAdmin):
             self.message_user(
                 request, f"There is no event {object_id[:64]}; it may have been purged.", messages.WARNING
             )
-            return HttpResponseRedirect(reverse(f"{self.admin_site.name}:django_outbox_outboxevent_changelist"))
+            return HttpResponseRedirect(
+                reverse("admin:django_outbox_outboxevent_changelist", current_app=self.admin_site.name)
+            )
         if request.method == "POST":
             return self._verb(request, event)
         deliveries = deliveries_of(event)
@@ -628,7 +630,7 @@ class OutboxEventAdmin(_ModelAdmin):
             "has_view_permission": True,
             "deliveries": deliveries,
             "advice": advice_for(event),
-            "facts": _facts(event),
+            "facts": _facts(event, self.admin_site.name),
             "payload": _json(event.payload),
             "headers": _json(event.headers) if event.headers else "",
             "may_retry": event.status in RETRYABLE and self.has_retry_permission(request),
@@ -669,7 +671,7 @@ def _json(value: Any) -> str:
     return f"{text[:PAYLOAD_SHOWN]}\n… {len(text) - PAYLOAD_SHOWN:,} more characters"
 
 
-def _facts(event: OutboxEvent) -> list[tuple[str, Any]]:
+def _facts(event: OutboxEvent, site: str) -> list[tuple[str, Any]]:
     """Return what is known beside payload and deliveries; what is empty is left out."""
     times = [
         ("occurred", event.occurred_at),
@@ -696,6 +698,6 @@ def _facts(event: OutboxEvent) -> list[tuple[str, Any]]:
         ("announced when it dies", "no" if event.quiet else ""),
     ]
     if event.causation_id:
-        link = reverse("admin:django_outbox_outboxevent_change", args=[event.causation_id])
+        link = reverse("admin:django_outbox_outboxevent_change", args=[event.causation_id], current_app=site)
         facts.append(("caused by", format_html('<a href="{}">{}</a>', link, event.causation_id)))
     return [(name, value) for name, value in facts if value]

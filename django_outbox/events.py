@@ -28,7 +28,7 @@ from asgiref.sync import async_to_sync, iscoroutinefunction
 from django.conf import settings as django_settings
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import connections, transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils import timezone
 from django.utils.functional import Promise
 from django.utils.module_loading import autodiscover_modules
@@ -225,6 +225,9 @@ def emit_events(events: Iterable[NewEvent], *, using: str | None = None) -> list
             ' OUTBOX["REQUIRE_TRANSACTION"] = False to let it open one of its own.'
         )
     batch = list(events)
+    for event in batch:
+        if not isinstance(event, NewEvent):
+            raise InvalidPayload(f"emit_events() takes NewEvent objects, not {type(event).__name__}.")
     given = sum(event.event_id is not None for event in batch)
     fresh = iter(engine.new_ids(len(batch) - given))
     rows = [_row(event, fresh, settings.max_payload_bytes) for event in batch]
@@ -233,7 +236,8 @@ def emit_events(events: Iterable[NewEvent], *, using: str | None = None) -> list
     if connection.in_atomic_block:
         _insert(rows, alias)
     else:
-        with transaction.atomic(using=alias):
+        # No savepoint: with autocommit off, SQLite would take its release for the commit.
+        with transaction.atomic(using=alias, savepoint=False):
             _insert(rows, alias)
     for capture in captures:
         capture += batch
@@ -259,8 +263,6 @@ def _refuse_event_loop() -> None:
 
 
 def _row(event: NewEvent, fresh: Iterator[UUID], limit: int) -> engine.NewRow:
-    if not isinstance(event, NewEvent):
-        raise InvalidPayload(f"emit_events() takes NewEvent objects, not {type(event).__name__}.")
     check_type(event.type)
     if event.event_id is not None and not isinstance(event.event_id, UUID):
         raise InvalidPayload(f"event_id must be a uuid.UUID, not {type(event.event_id).__name__}.")
@@ -351,7 +353,7 @@ def _delay(value: object) -> float | None:
 
 _MAX_DEPTH: Final = 100
 _MAX_INTEGER: Final = 10**4_300
-_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}")
 _encoder: Final = DjangoJSONEncoder()
 
 
@@ -408,7 +410,9 @@ def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:
                     f"{_at(what, path)} has the key {_shown(key)}, a {type(key).__name__}; JSON keys are strings."
                 )
             if problem := _unstorable(key):
-                raise InvalidPayload(f"{_at(what, path)} has a key that holds {problem}, which PostgreSQL cannot store.")
+                raise InvalidPayload(
+                    f"{_at(what, path)} has a key that holds {problem}, which PostgreSQL cannot store."
+                )
             plain[str.__str__(key)] = _plain(item, (*path, key), what)
         return plain
     if isinstance(value, (list, tuple)):
@@ -757,11 +761,13 @@ class EventRun:
                 if not self.lease.current():
                     self.lost = True
                     return None
-                handler = self._queue.pop(0)
-                if self.careful and not self._mark(handler):
-                    continue
-                self._running.add(handler.name)
-                return handler
+                handler = self._queue[0]
+                # It stays in the queue while its mark cannot be written, so that the caller may ask again.
+                startable = not self.careful or self._mark(handler)
+                self._queue.pop(0)
+                if startable:
+                    self._running.add(handler.name)
+                    return handler
             return None
 
     @property
@@ -788,12 +794,12 @@ class EventRun:
         if marks >= MAX_STARTS_MARKED:
             self.blame(handler)
             return False
-        self._failures[key] = entry | {"marks": marks + 1, "at": self.lease.clock.text()}
-        self._failures[key].setdefault("error", "")
-        worst = max(int(each.get("marks", 0)) for each in self._failures.values())
-        if not engine.record(self.lease, using=self.using, failures=self._failures, lost_leases=worst):
+        marked = self._failures | {key: {"error": ""} | entry | {"marks": marks + 1, "at": self.lease.clock.text()}}
+        worst = max(int(each.get("marks", 0)) for each in marked.values())
+        if not engine.record(self.lease, using=self.using, failures=marked, lost_leases=worst):
             self.lost = True
             return False
+        self._failures = marked
         return True
 
     def blame(self, handler: Handler) -> None:
@@ -829,7 +835,9 @@ class EventRun:
             id=self.lease.id,
             type=self.type,
             payload=json.loads(content["payload"]),
-            occurred_at=datetime.fromtimestamp(content["occurred_at"], UTC),
+            # To the millisecond that is promised: SQLite's arithmetic is off by some microseconds,
+            # enough to put midnight on the day before.
+            occurred_at=datetime.fromtimestamp(round(content["occurred_at"], 3), UTC),
             aggregate_type=content["aggregate_type"],
             aggregate_id=content["aggregate_id"],
             organization_id=content["organization_id"],
@@ -925,13 +933,18 @@ class EventRun:
                     self._delays.append(result.delay)
             if self.careful and not self.lost:
                 worst = max([0, *(int(each.get("marks", 0)) for each in self._failures.values())])
-                self.lost = not engine.record(
-                    self.lease,
-                    using=self.using,
-                    delivered=self.delivered,
-                    failures=self._failures,
-                    lost_leases=worst,
-                )
+                try:
+                    self.lost = not engine.record(
+                        self.lease,
+                        using=self.using,
+                        delivered=self.delivered,
+                        failures=self._failures,
+                        lost_leases=worst,
+                    )
+                except (DatabaseError, InterfaceError) as error:
+                    # The settle carries the same. What succeeded must not run again for want of this.
+                    logger.warning("delivery not recorded yet event=%s error=%s", self.lease.id, clean_error(error))
+                    connections[self.using].close_if_unusable_or_obsolete()
 
     def interrupt(self) -> None:
         """Start no further handler, and count those that still run as failed attempts."""

@@ -742,6 +742,7 @@ def _guarded_update(
     params: Sequence[Any] = (),
     *,
     lazy_commit: bool = False,
+    skip_locked: bool = False,
 ) -> set[UUID]:
     """
     Update the rows of ``records`` that ``holder`` still holds, in one statement; return their ids.
@@ -759,12 +760,13 @@ def _guarded_update(
         arguments = [*params, document, holder]
     else:
         # A single row cannot deadlock; several are locked in id order before any is written.
+        skip = "SKIP LOCKED" if skip_locked else ""
         off = lazy_commit and not connection.in_atomic_block
         commit = "set_config('synchronous_commit', 'off', true)" if off else "'on'"
         sql = f"""
             WITH o AS MATERIALIZED (SELECT * FROM {source}),
             held AS MATERIALIZED (
-                SELECT e.id FROM {table} AS e JOIN o ON {_GUARD} ORDER BY e.id {dialect.lock} OF e
+                SELECT e.id FROM {table} AS e JOIN o ON {_GUARD} ORDER BY e.id {dialect.lock} OF e {skip}
             ),
             commit_mode AS MATERIALIZED (SELECT {commit})
             UPDATE {table} AS e SET {assignments}
@@ -786,7 +788,8 @@ def renew(leases: Mapping[Lease, Mapping[str, str]], *, lease_seconds: float, us
     Extend the leases of one queue from now, each with the deliveries made so far; return those that are lost.
 
     A renewed lease's ``deadline`` moves with it. A lost row belongs to another, or is
-    settled already: no further handler of it may start.
+    settled already: no further handler of it may start. A row that somebody keeps locked
+    is neither renewed nor lost: the others must not lose their leases waiting for it.
     """
     if not leases:
         return []
@@ -804,15 +807,36 @@ def renew(leases: Mapping[Lease, Mapping[str, str]], *, lease_seconds: float, us
         for lease, delivered in leases.items()
     ]
     kept = _guarded_update(
-        connection, first.queue, columns, records, first.holder, assignments, [lease_seconds], lazy_commit=True
+        connection,
+        first.queue,
+        columns,
+        records,
+        first.holder,
+        assignments,
+        [lease_seconds],
+        lazy_commit=True,
+        skip_locked=True,
     )
-    lost = []
+    missing = []
     for lease in leases:
         if lease.id in kept:
             lease.deadline = started + lease_seconds
         else:
-            lost.append(lease)
-    return lost
+            missing.append(lease)
+    held = _still_held(connection, missing) if missing else set()
+    return [lease for lease in missing if lease.id not in held]
+
+
+def _still_held(connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[UUID]:
+    """Return the ids of the rows, among these of one queue and holder, that are still theirs, locked or not."""
+    dialect = _dialect(connection)
+    source = dialect.records({"id": "uuid", "fence": "bigint"})
+    # The primary key serves the join.
+    sql = f"SELECT e.id FROM {_table(leases[0].queue, connection)} AS e JOIN {source} ON {_GUARD}"
+    document = json.dumps([_key(lease, connection) for lease in leases])
+    with connection.cursor() as cursor:
+        cursor.execute(sql, [document, leases[0].holder])
+        return {dialect.id_value(row[0]) for row in cursor.fetchall()}
 
 
 def record(
@@ -953,7 +977,9 @@ def settle(
 def _settle(connection: BaseDatabaseWrapper, records: Sequence[_Record], announce: Announce | None) -> set[UUID]:
     try:
         return _write(connection, records, announce)
-    except _dialect(connection).data_refused as error:
+    except DatabaseError as error:
+        if not _is_refusal(error, connection):
+            raise
         if len(records) > 1:
             middle = len(records) // 2
             return _settle(connection, records[:middle], announce) | _settle(connection, records[middle:], announce)
@@ -963,7 +989,20 @@ def _settle(connection: BaseDatabaseWrapper, records: Sequence[_Record], announc
         )
     refused = records[0]
     refused.error, refused.failures = REFUSED_TEXT, None
-    return _write(connection, [refused], announce)
+    try:
+        return _write(connection, [refused], announce)
+    except DatabaseError as error:
+        if not _is_refusal(error, connection):
+            raise
+        # Nothing can be written to this row. Its lease runs out, and its neighbours do not wait for it.
+        logger.critical("row cannot be settled queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error))
+        return set()
+
+
+def _is_refusal(error: DatabaseError, connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the database refused the data, as it would again; a trigger's RAISE EXCEPTION counts."""
+    refused = isinstance(error, _dialect(connection).data_refused)
+    return refused or getattr(error.__cause__, "sqlstate", None) == "P0001"
 
 
 def _write(connection: BaseDatabaseWrapper, records: Sequence[_Record], announce: Announce | None) -> set[UUID]:
@@ -1342,25 +1381,24 @@ def purge(
 
 def next_due_seconds(queue: Queue, *, using: str) -> float | None:
     """
-    Return the seconds until the next row can be claimed that cannot be claimed now, or ``None``.
+    Return the seconds until a row can be claimed, 0 when one can be now, or ``None``.
 
     That is when a row falls due, or when the lease of one that is due runs out: a relay
-    that was killed is succeeded then, without waiting for a poll. Reads one entry of each
-    time index, and at most `CHUNK` of each scan: after a claim that found nothing more,
-    what is left at the head of a scan is leased.
+    that was killed is succeeded then, without waiting for a poll. Asked after a claim
+    that found nothing more, it also sees what has fallen due since. Reads the first free
+    entry of each scan, and at most `CHUNK` leased ones: nothing but those is before it.
     """
     connection = connections[using]
     dialect = _dialect(connection)
     table = _table(queue, connection)
-    moments = [
-        f"(SELECT min(due_at) FROM {table} WHERE status = '{name}' AND due_at > {dialect.now})"
-        for name in ("waiting", "dead")
-    ]
-    moments += [
-        f"""(SELECT min(lease_until) FROM (SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}
-            ORDER BY {order}, id LIMIT {CHUNK}) AS {name}_rows WHERE lease_until > {dialect.now})"""
-        for name, (condition, order) in _SCANS.items()
-    ]
+    free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+    moments = []
+    for name, (condition, order) in _SCANS.items():
+        scan = f"status = '{name}'" + (" AND due_at IS NOT NULL" if name == "dead" else "")
+        moments.append(f"(SELECT {order} FROM {table} WHERE {scan} AND {free} ORDER BY {order}, id LIMIT 1)")
+        moments.append(f"""(SELECT min(lease_until) FROM (
+            SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}
+            ORDER BY {order}, id LIMIT {CHUNK}) AS {name}_rows WHERE lease_until > {dialect.now})""")
     left = ", ".join(f"{dialect.epoch(moment)} - {dialect.epoch(dialect.now)}" for moment in moments)
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT {left}", [])

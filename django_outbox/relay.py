@@ -149,6 +149,7 @@ class Relay:
         self._outcomes: queue.SimpleQueue[tuple[_Flight, engine.Settled] | None] = queue.SimpleQueue()
         self._isolated: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._isolator: threading.Thread | None = None
+        self._child: _Child | None = None
         self._keeper_wake = threading.Event()
         self._closing = False
         self._row_seconds = 0.05
@@ -188,6 +189,8 @@ class Relay:
             self._keeper_wake.set()
             self._outcomes.put(None)
             self._isolated.put(None)
+            if (child := self._child) is not None:
+                child.kill()
             for _ in range(len(self._slots)):
                 self._work.release()
             for helper in helpers:
@@ -313,7 +316,14 @@ class Relay:
                     self._report()
         if not self._stopping:
             return
-        self._release(self._withdraw(lambda _: True))
+        unstarted = self._withdraw(lambda _: True)
+        with suppress(queue.Empty):
+            while (isolated := self._isolated.get_nowait()) is not None:
+                unstarted.append(isolated)
+        if unstarted:
+            self._release(unstarted)
+            # Other relays sleep as long as these rows were leased.
+            wake.notify(self.using)
         until = time.monotonic() + self.settings.shutdown_grace_seconds
         with self._landed:
             while self._flights and (left := until - time.monotonic()) > 0:
@@ -418,10 +428,28 @@ class Relay:
             self._database_failed("record", error)
             self._drop(flight)
         except Exception as error:
-            # A stored row that cannot be read, say. It must not take the thread with it.
-            logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
-            self._outcomes.put((flight, engine.Settled(flight.lease, engine.Retry(), error=clean_error(error))))
+            self._cannot_deliver(flight, error)
         return slot.end()
+
+    def _cannot_deliver(self, flight: _Flight, error: Exception) -> None:
+        """Charge a row with what went wrong around its handlers: a stored row that cannot be read, say."""
+        with self._flights_lock:
+            if flight.closed:
+                return
+            flight.closed = True
+        logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
+        self._outcomes.put((flight, engine.Settled(flight.lease, engine.Retry(), error=clean_error(error))))
+
+    def _next_handler(self, run: events.EventRun) -> events.Handler | None:
+        """Take a run's next handler; where its start must be marked first, wait for the database while the lease lasts."""
+        wait = 0.05
+        while True:
+            try:
+                return run.next_handler()
+            except DATABASE_TROUBLE as error:
+                self._database_failed("mark", error)
+                time.sleep(wait)
+                wait = min(wait * 2, FAILED_FLOOR_SECONDS)
 
     def _deliver(self, slot: _Slot, flight: _Flight) -> bool:
         """Run a row's handlers in this thread; return whether the thread is still the relay's."""
@@ -429,7 +457,7 @@ class Relay:
         run = flight.run
         if run is None:
             run = flight.run = events.EventRun(flight.lease, using=self.using)
-        while (handler := run.next_handler()) is not None:
+        while (handler := self._next_handler(run)) is not None:
             limit = handler.timeout or self.queue_settings.timeout_seconds
             # A coroutine is cancelled in time; the thread is given up only if that does not help.
             slot.begin(flight, handler, limit + (COROUTINE_GRACE_SECONDS if handler.is_async else 0.0))
@@ -582,7 +610,11 @@ class Relay:
     # --- rows that killed a process before
 
     def _isolate(self, flight: _Flight) -> None:
-        flight.run = events.EventRun(flight.lease, using=self.using)
+        try:
+            flight.run = events.EventRun(flight.lease, using=self.using)
+        except Exception as error:
+            self._cannot_deliver(flight, error)
+            return
         self._isolated.put(flight)
         if self._isolator is None:
             self._isolator = threading.Thread(
@@ -600,6 +632,8 @@ class Relay:
             except DATABASE_TROUBLE as error:
                 self._database_failed("record", error)
                 self._drop(flight)
+            except Exception as error:
+                self._cannot_deliver(flight, error)
             else:
                 self._close(flight)
 
@@ -608,11 +642,14 @@ class Relay:
         run = flight.run or events.EventRun(flight.lease, using=self.using)
         child: _Child | None = None
         try:
-            while (handler := run.next_handler()) is not None:
+            while (handler := self._next_handler(run)) is not None:
                 limit = handler.timeout or self.queue_settings.timeout_seconds
                 while True:
-                    child = child or _Child(self.using)
+                    child = self._child = child or _Child(self.using)
                     result = child.run(run.lease, handler.name, limit)
+                    if result is None and self._stopping:
+                        # Whoever stops this process may have ended that one too; it is not the handler's fault.
+                        result = events.Result("interrupted: the relay was stopped while this handler ran")
                     if result is not None:
                         run.finish(handler, result)
                         break
@@ -670,6 +707,10 @@ class _Child:
             return None
         return result
 
+    def kill(self) -> None:
+        """End the process at once, from any thread."""
+        self._process.kill()
+
     def end(self) -> None:
         """End the process."""
         self._pipe.close()
@@ -680,8 +721,10 @@ class _Child:
 
 
 def _child_main(pipe: Connection, using: str) -> None:
-    # A Ctrl-C on the terminal is the parent's to answer.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A Ctrl-C on the terminal, or a service manager that signals the whole group, is the parent's
+    # to answer. Not SIG_IGN, which the handler's own child processes would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     import django  # noqa: PLC0415
 
     django.setup()
@@ -718,13 +761,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _SESSION_STATEMENT: Final = re.compile(
-    r"\s*(?:set|reset|discard|listen|unlisten|prepare|declare|pragma|attach|create\s+(?:local\s+)?temp)\b",
-    re.IGNORECASE,
+    # At the beginning, or after a semicolon; comments may stand before it.
+    r"(?:^|;)(?:\s+|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare|declare|pragma|attach"
+    r"|create\s+(?:local\s+|global\s+)?temp(?:orary)?)\b)"
+    # Functions that outlive their transaction.
+    r"|\bset_config\s*\((?![^()]*,\s*true\s*\))|\bpg_(?:try_)?advisory_lock",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
 def _note_session_change(execute: Any, sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:  # noqa: FBT001
-    if isinstance(sql, str) and (_SESSION_STATEMENT.match(sql) or "set_config" in sql):
+    # A statement composed by psycopg is not text yet; few are, so each costs a connection.
+    if not isinstance(sql, str) or _SESSION_STATEMENT.search(sql):
         context["connection"].outbox_session_changed = True
     return execute(sql, params, many, context)
 
@@ -775,7 +824,7 @@ def _tidy_connections() -> str:
             _throw_away(connection)
         elif (
             getattr(connection, "outbox_session_changed", False)
-            or getattr(connection.connection, "closed", False)
+            or _is_closed(connection)
             or now - getattr(connection, "outbox_since", now) > CONNECTION_MAX_AGE_SECONDS
             or connection.settings_dict["OPTIONS"].get("pool")
         ):
@@ -789,10 +838,23 @@ def _left_behind(connection: Any) -> str:
     if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
         return "autocommit changed"
     raw = connection.connection
+    if _is_closed(connection):
+        return ""
+    # psycopg's TransactionStatus: 0 is idle.
+    opened = raw.pgconn.transaction_status != 0 if connection.vendor == "postgresql" else raw.in_transaction
+    return "a transaction open" if opened else ""
+
+
+def _is_closed(connection: Any) -> bool:
+    """Return whether the connection was closed behind Django's back."""
+    raw = connection.connection
     if connection.vendor == "postgresql":
-        # psycopg's TransactionStatus: 0 is idle.
-        return "" if raw.closed or raw.pgconn.transaction_status == 0 else "a transaction open"
-    return "a transaction open" if raw.in_transaction else ""
+        return bool(raw.closed)
+    try:
+        raw.in_transaction  # noqa: B018  sqlite3 has no other way to ask
+    except connection.Database.ProgrammingError:
+        return True
+    return False
 
 
 def _throw_away(connection: Any) -> None:

@@ -40,6 +40,8 @@ def drain(*, queues: Sequence[str] = _QUEUES, using: str | None = None) -> Count
     settings = get_settings()
     alias = using or settings.database
     counts: Counter[str] = Counter()
+    if not queues:
+        return counts
     claimer = engine.Claimer(events.EVENTS, holder=engine.holder_name(), using=alias)
     seconds = settings.events.lease_seconds
     while leases := claimer.claim(100, lease_seconds=seconds):

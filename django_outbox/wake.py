@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, Error, connections, transaction
 
 from django_outbox.errors import clean_error
 
@@ -97,6 +97,9 @@ class _NotifyHook:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.fired = False
+        # Django logs the error of a robust hook under this name, and an object without it
+        # would make the logging itself raise into the caller, after the commit.
+        self.__qualname__ = type(self).__qualname__
 
     def __call__(self) -> None:
         if self.fired:
@@ -143,7 +146,7 @@ def notify(using: str) -> None:
     try:
         with connection.cursor() as cursor:
             cursor.execute("SELECT set_config('synchronous_commit', 'off', true), pg_notify(%s, '')", [CHANNEL])
-    except DatabaseError as error:
+    except Error as error:  # the base of InterfaceError too: a connection that is closed already
         logger.warning(
             "wake-up not sent, the next poll finds the event database=%s error=%s", using, clean_error(error)
         )
@@ -206,9 +209,12 @@ class FileWatcher(Watcher):
                 except DatabaseError as error:
                     logger.warning("cannot watch the database file error=%s", clean_error(error))
                     connection.close()
+                    seen = None
                     self._stopped.wait(RECONNECT_MAX_SECONDS)
                     continue
-                if seen is not None and version != seen:
+                # The first look wakes too: what was committed before it, and after the relay's
+                # own first look, is in the number already and will not change it.
+                if version != seen:
                     self._on_wake()
                 seen = version
         finally:

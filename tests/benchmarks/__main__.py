@@ -74,7 +74,7 @@ def _header(machine: dict[str, Any], options: argparse.Namespace) -> str:
         f"Python {machine['python']}, Django {machine['django']}, psycopg {machine['psycopg']}\n"
         f"PostgreSQL {machine['postgres']['server_version']}: {settings}\n"
         f"{machine['cores']} cores, load average {machine['load']}\n"
-        f"{options.rounds} rounds, scale {options.scale:g}; figures are medians, ratios are medians of the rounds' ratios"
+        f"{options.rounds} rounds, scale {options.scale:g}; figures are medians, ratios medians of the rounds' ratios"
     )
 
 

@@ -143,12 +143,14 @@ _GROW = f"""
         CASE kind WHEN 'done' THEN moment END,
         CASE kind WHEN 'done' THEN '' ELSE 'ValueError: no' END
     FROM generate_series(%s, %s) AS n,
-        LATERAL (SELECT %s AS kind, clock_timestamp() - interval '2 days' + n * interval '10 milliseconds' AS moment) AS k
+        LATERAL (
+            SELECT %s AS kind, clock_timestamp() - interval '2 days' + n * interval '10 milliseconds' AS moment
+        ) AS k
 """
 
 
 def growth(bench: Bench) -> Iterator[Line]:
-    """Drain a table that also holds finished, dead, delayed and parked rows by the hundred thousand, and an empty one."""
+    """Drain beside finished, dead, delayed and parked rows by the hundred thousand, and without them."""
     count = bench.size(50_000, least=1_000)
     others = {"done": bench.size(1_000_000), **dict.fromkeys(("dead", "waiting", "parked"), bench.size(100_000))}
     progress("growth: loading")

@@ -18,7 +18,6 @@ from typing import Any, Self
 import psycopg
 from django.core.management import call_command
 from django.db import connections, transaction
-from psycopg.conninfo import make_conninfo
 
 from django_outbox import NewEvent, emit_events
 from django_outbox.models import OutboxEvent
@@ -133,13 +132,8 @@ def databases() -> Iterator[None]:
 
 def raw_connect(alias: str = "default") -> psycopg.Connection[tuple[Any, ...]]:
     """Return a session in autocommit that Django does not know."""
-    settings = connections[alias].settings_dict
     return psycopg.connect(
-        make_conninfo(
-            dbname=settings["NAME"],
-            **{key.lower(): settings[key] or None for key in ("HOST", "PORT", "USER", "PASSWORD")},
-        ),
-        autocommit=True,
+        os.environ["BENCH_DATABASE_URL"], dbname=connections[alias].settings_dict["NAME"], autocommit=True
     )
 
 

@@ -91,7 +91,5 @@ def idle(bench: Bench) -> Iterator[Line]:
     lasted = after.seconds - before.seconds
     statements = (after.statements - before.statements) / lasted
     share = (after.cpu_seconds - before.cpu_seconds) / lasted * 100
-    yield absolute(
-        "idle: statements a second", statements, shown="{:.2f}", target="<= 0.3", reached=statements <= 0.3
-    )
+    yield absolute("idle: statements a second", statements, shown="{:.2f}", target="<= 0.3", reached=statements <= 0.3)
     yield absolute("idle: share of a core", share, shown="{:.2f} %", target="<= 1 %", reached=share <= 1)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 from django.db import connection, transaction
 from django.db.backends.utils import CursorWrapper
@@ -38,7 +39,7 @@ def _by_hand() -> None:
         _business_row(cursor)
         now = timezone.now()
         payload, owed = json.dumps(PAYLOAD), json.dumps({"first": None})
-        row = [uuid.uuid4(), "bench.one", payload, owed, "{}", "{}", now, now, "order", "4711", "", ""]
+        row: list[Any] = [uuid.uuid4(), "bench.one", payload, owed, "{}", "{}", now, now, "order", "4711", "", ""]
         cursor.execute(INSERT, row)
 
 
@@ -83,9 +84,7 @@ def emit(bench: Bench) -> Iterator[Line]:
                 taken[kind].append(time.perf_counter() - began)
         for kind, times in taken.items():
             added[kind].append((median(times) - median(taken["none"])) * 1e6)
-    yield compared(
-        "emit: time an event adds; reference INSERT", added["ours"], added["hand"], unit="us", at_most=1.5
-    )
+    yield compared("emit: time an event adds; reference INSERT", added["ours"], added["hand"], unit="us", at_most=1.5)
     yield compared("emit: the same; reference INSERT and NOTIFY", added["ours"], added["notify"], unit="us")
 
 

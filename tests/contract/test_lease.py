@@ -145,7 +145,9 @@ def test_the_local_deadline_never_outlasts_the_lease_in_the_database() -> None:
     lease = claim_one(lease_seconds=60)
     left_here = lease.deadline - time.monotonic()
     # 1 ms is what SQLite's clock resolves.
-    assert left_here <= seconds_from_now(stored(id_).lease_until) + 0.002 + (time.monotonic() - lease.deadline + left_here)
+    assert left_here <= seconds_from_now(stored(id_).lease_until) + 0.002 + (
+        time.monotonic() - lease.deadline + left_here
+    )
 
 
 def test_a_row_under_a_live_lease_is_not_claimed_and_one_whose_lease_is_over_is() -> None:
@@ -682,6 +684,47 @@ def test_a_refused_batch_is_split_inside_a_transaction_too(caplog: pytest.LogCap
     assert stored(ids[1]).last_error == engine.REFUSED_TEXT
 
 
+@contextmanager
+def frozen(id_: UUID, raising: str) -> Iterator[None]:
+    """Have the database refuse every change of a row's status, whatever else is written."""
+    table = OutboxEvent._meta.db_table
+    with connection.cursor() as cursor:
+        if connection.vendor == "sqlite":
+            cursor.execute(
+                f"CREATE TRIGGER frozen BEFORE UPDATE ON {table} WHEN NEW.id = '{id_.hex}' AND NEW.status <> OLD.status"
+                " BEGIN SELECT RAISE(ABORT, 'frozen by a test'); END"
+            )
+        else:
+            cursor.execute(
+                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+                f" $$ BEGIN RAISE EXCEPTION 'frozen by a test' {raising}; END $$"
+            )
+            cursor.execute(
+                f"CREATE TRIGGER frozen BEFORE UPDATE ON {table} FOR EACH ROW"
+                f" WHEN (NEW.id = '{id_}' AND NEW.status <> OLD.status) EXECUTE FUNCTION refuse()"
+            )
+    yield
+    with connection.cursor() as cursor:
+        if connection.vendor == "sqlite":
+            cursor.execute("DROP TRIGGER frozen")
+        else:
+            cursor.execute(f"DROP TRIGGER frozen ON {table}")
+            cursor.execute("DROP FUNCTION refuse()")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("raising", ["", "USING ERRCODE = 'check_violation'"], ids=["raise", "check"])
+def test_a_row_that_cannot_be_settled_at_all_holds_up_nobody(raising: str, caplog: pytest.LogCaptureFixture) -> None:
+    ids = insert(5)
+    leases = claim()
+    with frozen(ids[2], raising), caplog.at_level(logging.CRITICAL):
+        written = settle(*[done(lease, "one") for lease in leases])
+    assert written == {id_: "done" for id_ in ids if id_ != ids[2]}
+    row = stored(ids[2])
+    assert (row.status, row.leased_by, row.attempts) == ("pending", "relay-1", 1)
+    assert "row cannot be settled" in caplog.text
+
+
 # --- announcements -------------------------------------------------------------------------------------------------
 
 
@@ -763,15 +806,15 @@ def test_an_announcement_that_the_database_refuses_does_not_prevent_the_death(
 
     def announce(settled: engine.Settled, status: str) -> engine.NewRow:
         row = announcement(settled, status)
-        taken = row if settled.lease.id == ids[1] else engine.NewRow(
-            id=ids[1], type=row.type, payload=row.payload, deliveries=row.deliveries
+        taken = (
+            row
+            if settled.lease.id == ids[1]
+            else engine.NewRow(id=ids[1], type=row.type, payload=row.payload, deliveries=row.deliveries)
         )
         return taken
 
     with caplog.at_level(logging.CRITICAL):
-        written = engine.settle(
-            [failed(lease) for lease in leases], schedule=ONE_TRY, using=USING, announce=announce
-        )
+        written = engine.settle([failed(lease) for lease in leases], schedule=ONE_TRY, using=USING, announce=announce)
     assert written == dict.fromkeys(ids, "dead")
     assert [row.payload["id"] for row in announcements()] == [str(ids[1])]
 

@@ -39,21 +39,23 @@ def run(*arguments: str, stdout: io.StringIO | None = None) -> str:
     return out.getvalue()
 
 
+_TIMES: dict[str, dict[str, Any]] = {
+    "pending": {},
+    "waiting": {"due_at": FAR_AHEAD},
+    "dead": {"dead_at": LONG_AGO},
+    "failed": {"finished_at": LONG_AGO},
+    "done": {"finished_at": LONG_AGO},
+}
+
+
 def insert(status: str, count: int = 1, *, type_: str = "thing.done", handler: str = "one") -> list[UUID]:
-    times: dict[str, Any] = {
-        "pending": {},
-        "waiting": {"due_at": FAR_AHEAD},
-        "dead": {"dead_at": LONG_AGO},
-        "failed": {"finished_at": LONG_AGO},
-        "done": {"finished_at": LONG_AGO},
-    }[status]
     rows = [
         engine.NewRow(id=engine.new_id(), type=type_, payload="{}", deliveries=json.dumps({handler: None}))
         for _ in range(count)
     ]
     with transaction.atomic():
         ids = engine.insert_events(rows, using="default")
-    OutboxEvent.objects.filter(pk__in=ids).update(status=status, **times)
+    OutboxEvent.objects.filter(pk__in=ids).update(status=status, **_TIMES[status])
     return ids
 
 

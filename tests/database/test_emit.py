@@ -74,7 +74,7 @@ def test_an_event_bears_what_it_was_given(heard: list[Event]) -> None:
     assert drain() == {"done": 1}
     (event,) = heard
     assert (event.id, event.type, event.payload, event.headers) == (id_, row.type, row.payload, row.headers)
-    assert abs(event.occurred_at - moment) < timedelta(milliseconds=1)
+    assert event.occurred_at == moment
     assert event.occurred_at.utcoffset() == timedelta(0)
     assert (event.aggregate_type, event.aggregate_id, event.organization_id, event.request_id) == (
         "order", "7", "acme", "r-1",
@@ -339,7 +339,7 @@ def test_events_of_one_batch_may_differ_in_everything(heard: list[Event]) -> Non
     assert (plain.status, plain.payload, plain.headers, plain.aggregate_type) == ("pending", {}, {}, "")
     assert (full.id, full.status, full.payload, full.headers) == (cause, "waiting", {"a": "b"}, {"h": 1})
     assert (full.aggregate_type, full.aggregate_id, full.organization_id, full.request_id) == ("t", "i", "o", "r")
-    assert (full.occurred_at, full.due_at, full.not_before is None) == (moment, full.not_before, False)
+    assert full.occurred_at == moment
     assert (unheard.status, unheard.payload, unheard.deliveries) == ("done", [None, True, 1.5, "x"], {})
     assert drain() == {"done": 1}
 
@@ -471,8 +471,9 @@ def test_a_delay_holds_the_delivery_back(delay: float | timedelta, heard: list[E
         emit_event("thing.done", delay=delay)
     row = OutboxEvent.objects.get()
     assert row.status == "waiting"
-    assert row.due_at == row.not_before
     assert row.due_at is not None
+    assert row.not_before is not None
+    assert abs((row.due_at - row.not_before).total_seconds()) < 0.1
     assert abs((row.due_at - row.created_at).total_seconds() - 90) < 0.1
     assert drain() == {}
     with travel(seconds=89):
@@ -495,7 +496,7 @@ def test_the_shortest_and_the_longest_delays_can_be_stored(delay: float | timede
 
 @pytest.mark.parametrize(
     "delay",
-    [-1, -1e-9, math.nan, math.inf, -math.inf, timedelta(seconds=-1), timedelta.max, 10**30, 10**5_000, True,
+    [-1, -1e-9, math.nan, math.inf, -math.inf, timedelta(seconds=-1), timedelta.max, 10**30, pytest.param(10**5_000, id="huge"), True,
      "60", Decimal(60), [60], datetime(2030, 1, 1, tzinfo=UTC)],
 )  # fmt: skip
 def test_a_delay_that_is_no_span_of_time_is_refused_before_any_sql(delay: Any) -> None:
@@ -513,7 +514,8 @@ class _NoOffset(tzinfo):
 @pytest.mark.parametrize(
     ("given", "stored"),
     [
-        (datetime(2026, 7, 1, 12, tzinfo=UTC), datetime(2026, 7, 1, 12, tzinfo=UTC)),
+        (datetime(2026, 7, 1, tzinfo=UTC), datetime(2026, 7, 1, tzinfo=UTC)),
+        (datetime(2026, 7, 1, 12, 0, 0, 7_000, tzinfo=UTC), datetime(2026, 7, 1, 12, 0, 0, 7_000, tzinfo=UTC)),
         (datetime(2026, 7, 1, 12, tzinfo=ZoneInfo("Asia/Kathmandu")), datetime(2026, 7, 1, 6, 15, tzinfo=UTC)),
         # The hour that comes twice: fold says which.
         (datetime(2025, 10, 26, 2, 30, tzinfo=ZoneInfo("Europe/Berlin")), datetime(2025, 10, 26, 0, 30, tzinfo=UTC)),
@@ -531,12 +533,15 @@ class _NoOffset(tzinfo):
         (datetime(9998, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC), datetime(9998, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)),
     ],
 )  # fmt: skip
-def test_a_time_in_any_zone_is_stored_and_received_in_utc(given: datetime, stored: datetime, heard: list[Event]) -> None:
+def test_a_time_in_any_zone_is_stored_and_received_in_utc(
+    given: datetime, stored: datetime, heard: list[Event]
+) -> None:
     with transaction.atomic():
         emit_event("thing.done", occurred_at=given)
     assert OutboxEvent.objects.get().occurred_at == stored
     assert drain() == {"done": 1}
-    assert abs(heard[0].occurred_at - stored) < timedelta(milliseconds=1)
+    # To the millisecond, so that midnight stays on its day.
+    assert heard[0].occurred_at == stored
 
 
 @pytest.mark.parametrize("use_tz", [True, False])

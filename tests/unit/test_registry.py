@@ -127,7 +127,19 @@ def test_a_type_that_only_looks_reserved_can_be_emitted(type_: str) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["user", "user*", "*.created", "user.*.done", "**", "", ".*", "user..*", "User.*", "user.* ", "x." + "y" * 125 + ".*"],
+    [
+        "user",
+        "user*",
+        "*.created",
+        "user.*.done",
+        "**",
+        "",
+        ".*",
+        "user..*",
+        "User.*",
+        "user.* ",
+        "x." + "y" * 125 + ".*",
+    ],
 )
 def test_a_malformed_pattern_is_refused_and_the_text_names_the_handler(pattern: str) -> None:
     with pytest.raises(InvalidEventType, match=r'"user\.\*" for a prefix') as caught:

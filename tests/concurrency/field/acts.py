@@ -53,8 +53,6 @@ def _play(event: Event) -> None:
                     raise ValueError(f"attempt {event.attempt} is before {argument}")
             case "signal":
                 os.kill(os.getpid(), getattr(signal, argument))
-            case "exit":
-                os._exit(argument)
     _tell(f"end {actor}")
 
 
