@@ -428,20 +428,20 @@ class Relay:
             self._database_failed("record", error)
             self._drop(flight)
         except Exception as error:
-            self._cannot_deliver(flight, error)
+            logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
+            self._charge(flight, error)
         return slot.end()
 
-    def _cannot_deliver(self, flight: _Flight, error: Exception) -> None:
+    def _charge(self, flight: _Flight, error: Exception) -> None:
         """Charge a row with what went wrong around its handlers: a stored row that cannot be read, say."""
         with self._flights_lock:
             if flight.closed:
                 return
             flight.closed = True
-        logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
         self._outcomes.put((flight, engine.Settled(flight.lease, engine.Retry(), error=clean_error(error))))
 
     def _next_handler(self, run: events.EventRun) -> events.Handler | None:
-        """Take a run's next handler; where its start must be marked first, wait for the database while the lease lasts."""
+        """Take a run's next handler; where a mark comes first, wait for the database while the lease lasts."""
         wait = 0.05
         while True:
             try:
@@ -613,7 +613,8 @@ class Relay:
         try:
             flight.run = events.EventRun(flight.lease, using=self.using)
         except Exception as error:
-            self._cannot_deliver(flight, error)
+            logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
+            self._charge(flight, error)
             return
         self._isolated.put(flight)
         if self._isolator is None:
@@ -633,7 +634,8 @@ class Relay:
                 self._database_failed("record", error)
                 self._drop(flight)
             except Exception as error:
-                self._cannot_deliver(flight, error)
+                logger.exception("row cannot be delivered queue=%s id=%s", self.queue.name, flight.lease.id)
+                self._charge(flight, error)
             else:
                 self._close(flight)
 

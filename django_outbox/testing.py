@@ -52,7 +52,7 @@ def drain(*, queues: Sequence[str] = _QUEUES, using: str | None = None) -> Count
                 run.finish(handler, run.invoke(handler, timeout=limit, savepoint=True))
                 # In one thread a slow handler must not cost its neighbours their leases.
                 if time.monotonic() > leases[-1].deadline - seconds * 2 / 3:
-                    engine.renew(dict.fromkeys(leases, {}), lease_seconds=seconds, using=alias)
+                    engine.renew({each: {} for each in leases}, lease_seconds=seconds, using=alias)
             written = engine.settle(
                 [run.settled()], schedule=settings.events.schedule, using=alias, announce=events.announcement
             )

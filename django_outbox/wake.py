@@ -100,12 +100,19 @@ class _NotifyHook:
         # Django logs the error of a robust hook under this name, and an object without it
         # would make the logging itself raise into the caller, after the commit.
         self.__qualname__ = type(self).__qualname__
+        self.among: list[Any] | None = None
+        """Django's list of hooks in which it stands."""
+        self.savepoints: frozenset[str | None] = frozenset()
+        """Those around its latest registration."""
 
     def __call__(self) -> None:
         if self.fired:
             return
         self.fired = True
         notify(self.alias)
+
+
+_latest_hooks: weakref.WeakKeyDictionary[BaseDatabaseWrapper, _NotifyHook] = weakref.WeakKeyDictionary()
 
 
 def notify_on_commit(using: str) -> None:
@@ -117,14 +124,26 @@ def notify_on_commit(using: str) -> None:
     one object that fires once.
     """
     connection = connections[using]
-    here = set(connection.savepoint_ids)
-    hook: _NotifyHook | None = None
-    for sids, registered, *_ in connection.run_on_commit:
+    here = frozenset(connection.savepoint_ids)
+    hook = _latest_hooks.get(connection)
+    # Remembered, because looking through the list at every emit would cost a long import
+    # the square of its savepoints. Django replaces the list when a transaction ends and
+    # when a savepoint is rolled back; only then is it looked through.
+    if hook is None or hook.fired or hook.among is not connection.run_on_commit:
+        hook = _latest_hooks[connection] = _standing_hook(connection) or _NotifyHook(using)
+    if hook.among is connection.run_on_commit and hook.savepoints <= here:
+        return
+    transaction.on_commit(hook, using=using, robust=True)
+    hook.among, hook.savepoints = connection.run_on_commit, here
+
+
+def _standing_hook(connection: BaseDatabaseWrapper) -> _NotifyHook | None:
+    """Return the hook of this transaction by its latest registration: an earlier one is outlived by it."""
+    for savepoints, registered, *_ in reversed(connection.run_on_commit):
         if isinstance(registered, _NotifyHook) and not registered.fired:
-            hook = registered
-            if set(sids) <= here:
-                return
-    transaction.on_commit(hook or _NotifyHook(using), using=using, robust=True)
+            registered.among, registered.savepoints = connection.run_on_commit, frozenset(savepoints)
+            return registered
+    return None
 
 
 def notify(using: str) -> None:

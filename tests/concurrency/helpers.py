@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.db import connection, connections
@@ -60,7 +61,7 @@ def together(*functions: Callable[[], Any], seconds: float = 30.0) -> list[Any]:
         barrier.wait(DEADLINE_SECONDS)
         return function()
 
-    workers = [Worker(lambda function=function: started(function)) for function in functions]  # type: ignore[misc]
+    workers = [Worker(partial(started, function)) for function in functions]
     return [worker.result(seconds=seconds) for worker in workers]
 
 

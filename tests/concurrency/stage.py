@@ -7,6 +7,7 @@ import socketserver
 import threading
 from collections import Counter
 from types import TracebackType
+from typing import Self
 
 from tests.concurrency.helpers import DEADLINE_SECONDS
 
@@ -43,7 +44,7 @@ class Stage:
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

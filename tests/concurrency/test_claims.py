@@ -14,6 +14,7 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -98,7 +99,7 @@ def test_rows_whose_lease_ran_out_go_to_one_successor_each() -> None:
     insert(60)
     claim(60, holder="gone")
     with travel(seconds=61):
-        both = together(*((lambda n=n: claim(60, holder=f"relay-{n}")) for n in range(2)))  # type: ignore[misc]
+        both = together(*(partial(claim, 60, holder=f"relay-{n}") for n in range(2)))
     claimed = Counter(lease.id for leases in both for lease in leases)
     assert set(claimed.values()) == {1}
     assert all(lease.suspect and lease.fence == 2 for leases in both for lease in leases)

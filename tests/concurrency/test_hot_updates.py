@@ -62,7 +62,6 @@ def updates_of(work: Callable[[], None], session: psycopg.Connection[Any], at_le
 def test_claims_and_renewals_are_hot_updates(raw_connect: RawConnect) -> None:
     session = raw_connect()
     insert(300)
-    Worker(lambda: connection.ensure_connection()).result()
 
     def work() -> None:
         claimer = engine.Claimer(EVENTS, holder="relay-1", using=USING)

@@ -30,6 +30,8 @@ from django_outbox import Event, NewEvent, Reject, emit_event, emit_events, on_e
 from django_outbox import lease as engine
 from django_outbox.events import EVENTS
 from django_outbox.models import OutboxEvent
+from django_outbox.relay import Relay
+from django_outbox.testing import isolated_handlers
 from tests.concurrency.helpers import (
     DEADLINE_SECONDS,
     RunningRelay,
@@ -121,7 +123,7 @@ def calls() -> Calls:
     return Calls()
 
 
-# --- what makes it deliver ---------------------------------------------------------------------------------------------
+# --- what makes it deliver -------------------------------------------------------------------------------------------
 
 
 def test_what_lay_there_before_the_start_is_delivered_at_once(calls: Calls) -> None:
@@ -291,7 +293,7 @@ def test_four_threads_emit_on_one_sqlite_file_while_a_relay_works(calls: Calls) 
     assert statuses() == {"done": 200}
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_only_what_failed_is_tried_again_and_never_beside_the_first_run(
@@ -393,7 +395,7 @@ def test_a_row_that_cannot_be_read_costs_itself_an_attempt_and_nobody_else_anyth
     assert stored(bad).status == "dead"
 
 
-# --- time limits ---------------------------------------------------------------------------------------------------------
+# --- time limits -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stuck_handler_stops_neither_its_event_nor_the_relay_and_its_late_return_counts(
@@ -445,8 +447,7 @@ def test_a_stuck_handler_keeps_its_row_under_renewed_leases(held: Held, outbox: 
 
 
 def _lease_age(id_: UUID) -> float:
-    row = stored(id_)
-    return (datetime.now(UTC) - row.created_at).total_seconds()
+    return float((datetime.now(UTC) - stored(id_).created_at).total_seconds())
 
 
 def test_a_handler_stuck_for_too_long_is_a_failed_attempt(
@@ -533,7 +534,7 @@ def test_a_handlers_own_time_out_error_is_its_own(outbox: Callable[..., None]) -
     assert stored(id_).last_error == "slow: TimeoutError: the server did not answer"
 
 
-# --- leases ------------------------------------------------------------------------------------------------------------
+# --- leases ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_handler_that_outruns_its_lease_is_renewed_and_its_failures_are_counted(
@@ -729,7 +730,7 @@ def test_a_suspect_whose_record_fails_is_not_run_again(
     assert (stored(id_).status, stored(id_).failures, stored(id_).lost_leases) == ("done", {}, 0)
 
 
-# --- stop ----------------------------------------------------------------------------------------------------------------
+# --- stop ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_lets_handlers_finish_and_gives_back_what_was_not_started(held: Held) -> None:
@@ -825,13 +826,9 @@ def test_a_drain_of_slow_rows_with_one_thread_ends_with_the_dead_ones_replayed_t
 
     emit(6)
     OutboxEvent.objects.update(status="dead", due_at=LONG_AGO, dead_at=LONG_AGO)
-    relay_run = RunningRelay.__new__(RunningRelay)
-    from django_outbox.relay import Relay
-
-    relay_run.relay = Relay(threads=1, mode="drain")
-    relay_run.relay._row_seconds = 5.0
-    relay_run._worker = Worker(relay_run.relay.run)
-    assert relay_run.end() == 0
+    relay = Relay(threads=1, mode="drain")
+    relay._row_seconds = 5.0
+    assert Worker(relay.run).result() == 0
     assert statuses() == {"done": 6}
 
 
@@ -865,8 +862,6 @@ def test_a_drain_with_nothing_to_do_ends() -> None:
 def test_parked_rows_charge_nothing_and_are_delivered_by_a_relay_that_has_the_code(
     calls: Calls, outbox: Callable[..., None]
 ) -> None:
-    from django_outbox.testing import isolated_handlers
-
     with isolated_handlers():
         on_event(TYPE, name="known")(lambda event: calls.add("known"))
         on_event(TYPE, name="newer")(lambda event: calls.add("newer"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import DatabaseError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_outbox import NewEvent, emit_event, emit_events, on_event, wake
@@ -24,12 +27,25 @@ def _handler() -> None:
     on_event("thing.*", name="listener")(lambda event: None)
 
 
+@contextmanager
+def relays(on_wake: Callable[[str], None]) -> Iterator[None]:
+    """Watch both aliases from this process, as a relay does."""
+    watchers = [wake.Watcher(alias, partial(on_wake, alias)) for alias in ("default", "orders")]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.stop()
+
+
 @pytest.fixture
-def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def woken() -> Iterator[list[str]]:
     """Return the aliases whose relays were woken, in order."""
     calls: list[str] = []
-    monkeypatch.setattr("django_outbox.wake.notify", calls.append)
-    return calls
+    with relays(calls.append):
+        yield calls
 
 
 @contextmanager
@@ -126,9 +142,10 @@ def test_a_registration_that_survives_in_a_released_savepoint_is_not_relied_on_b
 def test_a_rollback_to_a_savepoint_by_hand_does_not_take_the_hook_of_what_stays(woken: list[str]) -> None:
     with transaction.atomic():
         with transaction.atomic():
-            savepoint = transaction.savepoint()
+            savepoint = connection.savepoint()
+            assert savepoint is not None
             emit_event("thing.gone")
-            transaction.savepoint_rollback(savepoint)
+            connection.savepoint_rollback(savepoint)
             emit_event("thing.kept")
     assert woken == ["default"]
     assert OutboxEvent.objects.get().type == "thing.kept"
@@ -182,27 +199,23 @@ def test_a_hook_of_the_application_that_raises_before_ours_costs_only_the_hint(w
     assert woken == ["default"]
 
 
-def test_our_hook_never_raises_into_the_caller_and_hooks_after_it_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_our_hook_never_raises_into_the_caller_and_hooks_after_it_run(caplog: pytest.LogCaptureFixture) -> None:
     """Scenario 65, the other way about."""
 
     def fail(alias: str) -> None:
         raise OSError("no wake today")
 
-    monkeypatch.setattr("django_outbox.wake.notify", fail)
     ran: list[str] = []
-    with caplog.at_level(logging.ERROR), transaction.atomic():
+    with relays(fail), caplog.at_level(logging.ERROR), transaction.atomic():
         emit_event("thing.done")
         transaction.on_commit(lambda: ran.append("after"))
     assert ran == ["after"]
+    assert "no wake today" in caplog.text
     assert drain() == {"done": 1}
 
 
+@pytest.mark.postgres
 def test_a_database_that_refuses_the_wake_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    if connection.vendor != "postgresql":
-        pytest.skip("only PostgreSQL is asked to wake anybody")
-
     def refuse(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
         if "pg_notify" in sql:
             raise DatabaseError("the notification queue is full")
@@ -263,31 +276,65 @@ def test_on_sqlite_no_statement_follows_the_commit() -> None:
     assert queries[-1]["sql"] == "COMMIT"
 
 
-@pytest.mark.django_db(databases=["default", "orders"], transaction=True)
-def test_a_relay_in_this_process_is_woken_for_its_own_alias() -> None:
-    here: list[str] = []
-    watchers = [wake.Watcher(alias, lambda alias=alias: here.append(alias)) for alias in ("default", "orders")]  # type: ignore[misc]
-    for watcher in watchers:
-        watcher.start()
-    try:
-        with transaction.atomic():
-            emit_event("thing.done")
-        with transaction.atomic(using="orders"):
-            emit_event("thing.done", using="orders")
-    finally:
-        for watcher in watchers:
-            watcher.stop()
-    with transaction.atomic():
-        emit_event("thing.done")
-    assert here == ["default", "orders"]
-
-
-def test_a_transaction_of_many_savepoints_keeps_its_hooks_in_bounds(woken: list[str]) -> None:
-    """One savepoint for each row of an import, each with an event."""
+def test_many_savepoints_with_an_event_each_register_once_each_and_wake_once(woken: list[str]) -> None:
+    """As in an import that opens a savepoint for every row."""
     with transaction.atomic():
         for _ in range(50):
             with transaction.atomic():
                 emit_event("thing.done")
                 emit_event("thing.done")
-        assert len(connections["default"].run_on_commit) <= 50
+        assert len(connection.run_on_commit) <= 50
     assert woken == ["default"]
+
+
+def test_the_cost_of_a_registration_does_not_grow_with_the_hooks_before_it() -> None:
+    """Ten thousand savepoints: looking through the list at each would take a minute."""
+    began = time.process_time()
+    with pytest.raises(LookupError), transaction.atomic():
+        for number in range(10_000):
+            # What a savepoint does to Django's bookkeeping, without the statements.
+            connection.savepoint_ids.append(f"s{number}")
+            wake.notify_on_commit("default")
+            connection.savepoint_ids.pop()
+        assert len(connection.run_on_commit) == 10_000
+        raise LookupError
+    assert time.process_time() - began < 5
+
+
+def test_hooks_of_the_application_in_between_change_nothing(woken: list[str]) -> None:
+    ran: list[int] = []
+    with transaction.atomic():
+        for number in range(20):
+            transaction.on_commit(partial(ran.append, number))
+            emit_event("thing.done")
+            with rolled_back():
+                emit_event("thing.gone")
+        assert len(connection.run_on_commit) == 21
+    assert (woken, ran) == (["default"], list(range(20)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_nested_and_rolled_back_events_that_stay_wake_once(seed: int, woken: list[str]) -> None:
+    """Random trees of savepoints, emits and rollbacks, against the rule itself: stored means woken."""
+    chance = random.Random(seed)
+
+    def grow(depth: int) -> None:
+        for _ in range(chance.randint(0, 3)):
+            step = chance.random()
+            if step < 0.45 or depth > 4:
+                emit_event("thing.done")
+            else:
+                with transaction.atomic(savepoint=chance.random() < 0.9):
+                    grow(depth + 1)
+                    transaction.set_rollback(connection.needs_rollback or chance.random() < 0.4)
+
+    try:
+        with transaction.atomic():
+            grow(0)
+            emitted = OutboxEvent.objects.count()
+            transaction.set_rollback(chance.random() < 0.1)
+    except transaction.TransactionManagementError:
+        emitted = 0
+    stored = OutboxEvent.objects.count()
+    assert woken == ["default"] * bool(stored)
+    assert stored in {0, emitted}

@@ -98,8 +98,11 @@ class Command(BaseCommand):
         database = connections[relay.using]
         lines = [
             f"Outbox relay {relay.holder} on database {relay.using!r} ({database.display_name})",
-            f"  queue {relay.queue.name}: {relay.threads} threads, lease {queue.lease_seconds:g} s, time limit"
-            f" {queue.timeout_seconds:g} s, {queue.max_attempts} attempts, poll every {relay.settings.poll_seconds:g} s",
+            (
+                f"  queue {relay.queue.name}: {relay.threads} threads, lease {queue.lease_seconds:g} s,"
+                f" time limit {queue.timeout_seconds:g} s, {queue.max_attempts} attempts,"
+                f" poll every {relay.settings.poll_seconds:g} s"
+            ),
         ]
         for handler in registry.handlers():
             marks = [word for word, on in (("atomic", handler.atomic), ("async", handler.is_async)) if on]

@@ -1,0 +1,266 @@
+"""Claim: who gets which due row, and when the next one falls due."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+
+from django.db import connections
+
+from django_outbox.lease.rows import Clock, Lease, Queue
+from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, dialect_of, table_of, write_transaction
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
+
+LEASED_SEEN: Final = 500
+"""Leased rows at the head of a scan among which the next lease to run out is looked for."""
+
+SCANS: Final = {
+    # status → what makes it due, and its order: the index of the same name serves both.
+    "pending": ("status = 'pending'", "created_at"),
+    "waiting": ("status = 'waiting' AND due_at <= {now}", "due_at"),
+    "dead": ("status = 'dead' AND due_at <= {now}", "due_at"),
+}
+
+
+class Claimer:
+    """
+    Claims due rows of one queue for one holder, fairly between the three scans.
+
+    New rows and retries take turns at filling a claim first, and dead rows that are
+    due for a replay get at most a quarter of it, so none of them starves the others.
+    """
+
+    def __init__(self, queue: Queue, *, holder: str, using: str) -> None:
+        self.queue = queue
+        self.holder = holder
+        self.using = using
+        self.more = False
+        """Whether the last claim was ended by its limit or a quota, so that more may be due."""
+        self._turn = 0
+
+    def claim(self, limit: int, *, lease_seconds: float, max_bytes: int = 8 * 2**20) -> list[Lease]:
+        """
+        Lease up to ``limit`` due rows, and no more than ``max_bytes`` of content (but always one row).
+
+        A row is due when its status says so and no live lease is on it. The attempt is
+        counted here, not when it fails: a row that kills its relay would otherwise come
+        back for ever without spending its schedule.
+        """
+        connection = connections[self.using]
+        turn, self._turn = self._turn, self._turn + 1
+        first, second = ("pending", "waiting") if turn % 2 == 0 else ("waiting", "pending")
+        dead = limit // 4 if limit >= 4 else int(turn % 4 == 3)
+        # Counted from before the statement is sent: it may only ever end too early.
+        started = time.monotonic()
+        find = partial(
+            self._claim_sqlite if connection.vendor == "sqlite" else self._claim_postgres,
+            connection,
+            limit=limit,
+            order=(first, second),
+            lease_seconds=lease_seconds,
+            max_bytes=max_bytes,
+        )
+        rows = find(dead=dead)
+        if not rows and not dead:
+            # Nobody else wants the place; an empty claim says that nothing is due.
+            dead = 1
+            rows = find(dead=dead)
+        extra = self.queue.content
+        leases = []
+        for row in rows:
+            id_, fence, attempts, status, lost, quiet, age, was_dead, epoch, last_holder = row[:10]
+            leases.append(
+                Lease(
+                    queue=self.queue,
+                    id=id_ if isinstance(id_, UUID) else UUID(id_),
+                    fence=fence,
+                    holder=self.holder,
+                    attempts=attempts,
+                    status=status,
+                    age=age,
+                    suspect=bool(last_holder),
+                    lost_leases=lost,
+                    quiet=bool(quiet),
+                    was_dead=bool(was_dead),
+                    clock=Clock(epoch, started),
+                    deadline=started + lease_seconds,
+                    content=dict(zip(extra, row[10:], strict=True)),
+                )
+            )
+        # The database measures bytes in its own way; half the bound is near enough to it.
+        self.more = (
+            len(leases) >= limit
+            or sum(lease.status == "dead" for lease in leases) >= dead > 0
+            or sum(len(lease.content[self.queue.bulk]) for lease in leases) >= max_bytes // 2
+        )
+        return leases
+
+    def _claim_postgres(
+        self,
+        connection: BaseDatabaseWrapper,
+        *,
+        limit: int,
+        dead: int,
+        order: tuple[str, str],
+        lease_seconds: float,
+        max_bytes: int,
+    ) -> list[tuple[Any, ...]]:
+        """
+        Claim in one statement.
+
+        Every scan is an ordered walk of its own partial index that stops at its limit, so
+        the cost depends on neither finished rows nor rows due later. The scans are
+        MATERIALIZED: inlined, the planner may run a locking subquery twice and claim more
+        than its limit. The update touches no indexed column, so it is a HOT update.
+        """
+        sql_dialect = POSTGRES
+        table = table_of(self.queue, connection)
+        bulk = self.queue.bulk
+        # Only a compressed value can be much larger in memory than on its page.
+        size = (
+            f"CASE WHEN pg_column_compression({bulk}) IS NULL THEN pg_column_size({bulk})"
+            f" ELSE octet_length({bulk}::text) END"
+        )
+        scans = []
+        for position, (name, taken) in enumerate((("dead", ()), (order[0], ("dead",)), (order[1], ("dead", order[0])))):
+            due, key = SCANS[name]
+            room = "%s" + "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in taken)
+            scans.append(f"""
+                {name}_rows AS MATERIALIZED (
+                    SELECT id, leased_by, {(position - 1) % 3} AS scan, {key} AS due, {size} AS size
+                    FROM {table}
+                    WHERE {due.format(now=sql_dialect.now)}
+                      AND (lease_until IS NULL OR lease_until <= {sql_dialect.now})
+                    ORDER BY {key}, id
+                    LIMIT {room}
+                    {sql_dialect.lock_skipping}
+                )""")
+        # A lost claim is a redelivery and never a loss, so its commit need not wait for the
+        # disk. Inside a caller's transaction (a test's) that would weaken more than the claim.
+        commit = "'on'" if connection.in_atomic_block else "set_config('synchronous_commit', 'off', true)"
+        shared = ", ".join(f"e.{name}" for name in _SHARED)
+        content = "".join(f", {_content(name, 'e', sql_dialect)}" for name in self.queue.content)
+        sql = f"""
+            WITH {",".join(scans)},
+            picked AS (
+                SELECT *, row_number() OVER reading AS place, sum(size) OVER reading - size AS before
+                FROM (SELECT * FROM dead_rows UNION ALL SELECT * FROM pending_rows
+                      UNION ALL SELECT * FROM waiting_rows) AS due_rows
+                WINDOW reading AS (ORDER BY scan, due, id ROWS UNBOUNDED PRECEDING)
+            ),
+            commit_mode AS MATERIALIZED (SELECT {commit})
+            UPDATE {table} AS e
+            SET attempts = e.attempts + 1, fence = e.fence + 1, leased_by = %s,
+                lease_until = {sql_dialect.after("%s")}
+            FROM picked AS p, commit_mode
+            WHERE e.id = p.id AND p.before < %s
+            RETURNING {shared},
+                {sql_dialect.epoch(f"({sql_dialect.now} - coalesce(e.not_before, e.created_at))")},
+                e.dead_at IS NOT NULL, {sql_dialect.epoch(sql_dialect.now)}, p.leased_by{content}, p.place"""
+        with connection.cursor() as cursor:
+            cursor.execute(sql, [dead, limit, limit, self.holder, lease_seconds, max_bytes])
+            rows = cursor.fetchall()
+        rows.sort(key=_last)
+        return [row[:-1] for row in rows]
+
+    def _claim_sqlite(
+        self,
+        connection: BaseDatabaseWrapper,
+        *,
+        limit: int,
+        dead: int,
+        order: tuple[str, str],
+        lease_seconds: float,
+        max_bytes: int,
+    ) -> list[tuple[Any, ...]]:
+        """Claim under the write lock, which is taken only when a read finds something due."""
+        dialect = SQLITE
+        table = table_of(self.queue, connection)
+        free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+        due = {name: condition.format(now=dialect.now) for name, (condition, _) in SCANS.items()}
+        probe = " OR ".join(
+            f"EXISTS (SELECT 1 FROM {table} WHERE {condition} AND {free})" for condition in due.values()
+        )
+        shared = ", ".join(_SHARED)
+        content = "".join(f", {_content(name, '', dialect)}" for name in self.queue.content)
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {probe}", [])
+            if not cursor.fetchone()[0]:
+                return []
+        picked: list[tuple[Any, ...]] = []
+        room = limit
+        with write_transaction(connection, table), connection.cursor() as cursor:
+            scans: dict[str, list[tuple[Any, ...]]] = {}
+            for name in ("dead", *order):
+                cursor.execute(
+                    f"""SELECT {shared},
+                            {dialect.epoch(dialect.now)} - {dialect.epoch("coalesce(not_before, created_at)")},
+                            dead_at IS NOT NULL, {dialect.epoch(dialect.now)}, leased_by{content},
+                            length({self.queue.bulk})
+                        FROM {table} WHERE {due[name]} AND {free}
+                        ORDER BY {SCANS[name][1]}, id LIMIT %s""",
+                    [dead if name == "dead" else room],
+                )
+                scans[name] = cursor.fetchall()
+                room -= len(scans[name])
+            size = 0
+            for row in (*scans[order[0]], *scans[order[1]], *scans["dead"]):
+                if picked and size >= max_bytes:
+                    break
+                size += row[-1]
+                picked.append((row[0], row[1] + 1, row[2] + 1, *row[3:-1]))
+            cursor.execute(
+                f"""UPDATE {table} SET attempts = attempts + 1, fence = fence + 1, leased_by = %s,
+                        lease_until = {dialect.after("%s")}
+                    WHERE id IN {dialect.id_list()}""",
+                [self.holder, lease_seconds, json.dumps([row[0] for row in picked])],
+            )
+        return picked
+
+
+def _last(row: tuple[Any, ...]) -> Any:
+    return row[-1]
+
+
+def _content(name: str, alias: str, dialect: Dialect) -> str:
+    """Return the expression that reads a content column: JSON as text, times as seconds since 1970."""
+    column = f"{alias}.{name}" if alias else name
+    if name in {"payload", "headers", "deliveries", "failures"}:
+        return dialect.json_text(column)
+    if name.endswith("_at"):
+        return dialect.epoch(column)
+    return column
+
+
+def next_due_seconds(queue: Queue, *, using: str) -> float | None:
+    """
+    Return the seconds until a row can be claimed, 0 when one can be now, or ``None``.
+
+    That is when a row falls due, or when the lease of one that is due runs out: a relay
+    that was killed is succeeded then, without waiting for a poll. Asked after a claim
+    that found nothing more, it also sees what has fallen due since. Reads the first free
+    entry of each scan, and at most `LEASED_SEEN` leased ones: nothing but those is before it.
+    """
+    connection = connections[using]
+    dialect = dialect_of(connection)
+    table = table_of(queue, connection)
+    free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+    moments = []
+    for name, (condition, order) in SCANS.items():
+        scan = f"status = '{name}'" + (" AND due_at IS NOT NULL" if name == "dead" else "")
+        moments.append(f"(SELECT {order} FROM {table} WHERE {scan} AND {free} ORDER BY {order}, id LIMIT 1)")
+        moments.append(f"""(SELECT min(lease_until) FROM (
+            SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}
+            ORDER BY {order}, id LIMIT {LEASED_SEEN}) AS {name}_rows WHERE lease_until > {dialect.now})""")
+    left = ", ".join(f"{dialect.epoch(moment)} - {dialect.epoch(dialect.now)}" for moment in moments)
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {left}", [])
+        seconds = [float(value) for value in cursor.fetchone() if value is not None]
+    return max(0.0, min(seconds)) if seconds else None

@@ -1,0 +1,203 @@
+"""What the engine speaks of: ids, queues, leases, and the ways in which a delivery ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from django.apps import apps
+
+if TYPE_CHECKING:
+    from django_outbox.models import Leasable
+
+_id_lock = threading.Lock()
+_last_tick = 0
+
+
+def new_ids(count: int) -> list[UUID]:
+    """
+    Return new UUIDv7 values in ascending order.
+
+    The layout and the sub-millisecond counter are those of RFC 9562, sections 5.7
+    and 6.2 (method 3); the random 62 bits come from the operating system, so ids of
+    two processes, forked ones included, do not meet. Within a process ids ascend even
+    when its clock steps back.
+    """
+    global _last_tick  # noqa: PLW0603
+    # 4096 ticks a millisecond: the 12 bits after the version are the time's fraction.
+    with _id_lock:
+        first = max(time.time_ns() * 4096 // 1_000_000, _last_tick + 1)
+        _last_tick = first + count - 1
+    noise = os.urandom(8 * count)
+    ids = []
+    for index in range(count):
+        tick = first + index
+        tail = int.from_bytes(noise[index * 8 : index * 8 + 8], "big") & 0x3FFF_FFFF_FFFF_FFFF
+        ids.append(UUID(int=(tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64 | 0x2 << 62 | tail))
+    return ids
+
+
+def new_id() -> UUID:
+    """Return one new UUIDv7; see `new_ids`."""
+    return new_ids(1)[0]
+
+
+def holder_name() -> str:
+    """Return a name for a holder of leases that no other process, past or present, has: host, pid and a nonce."""
+    return f"{socket.gethostname()[:80]}:{os.getpid()}:{secrets.token_hex(6)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """One table on the engine, and how its failures are spoken of."""
+
+    name: str
+    model_name: str
+    content: tuple[str, ...]
+    """Columns that a claim returns beyond the shared ones."""
+    bulk: str
+    """The column whose bytes bound a claim."""
+    handlers: bool
+    """Whether a row is owed to several handlers (``deliveries`` and ``failures`` columns)."""
+    announcement: str
+    """The type of the event that speaks of a row's death."""
+
+    @property
+    def model(self) -> type[Leasable]:
+        """The model behind the queue."""
+        return apps.get_model("django_outbox", self.model_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The database's clock, read once and carried on by this process's monotonic clock."""
+
+    epoch: float
+    monotonic: float
+
+    def now(self) -> float:
+        """Return the database's time as seconds since 1970."""
+        return self.epoch + (time.monotonic() - self.monotonic)
+
+    def text(self) -> str:
+        """Return the database's time as it stands in ``deliveries``: ISO 8601, UTC, milliseconds."""
+        return datetime.fromtimestamp(self.now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """
+    The right to work one row until ``deadline``, a reading of this process's monotonic clock.
+
+    The deadline is counted from before the claim was sent, so it never outlasts the
+    row's ``lease_until`` on the database.
+    """
+
+    queue: Queue
+    id: UUID
+    fence: int
+    holder: str
+    attempts: int
+    status: str
+    age: float
+    suspect: bool
+    """Its last holder never settled it."""
+    lost_leases: int
+    quiet: bool
+    was_dead: bool
+    clock: Clock
+    deadline: float
+    content: dict[str, Any]
+
+    @property
+    def age_now(self) -> float:
+        """Seconds since the row was created, or since a delayed row was first due."""
+        return self.age + (self.clock.now() - self.clock.epoch)
+
+    def current(self) -> bool:
+        """Return whether the lease still runs by this process's own clock."""
+        return time.monotonic() < self.deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing is owed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed; ``delay`` is the least wait that was asked for, in seconds."""
+
+    delay: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Nothing failed, but something is owed to code this relay does not have; ``spent``: the time for that is over."""
+
+    spent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """What is left was refused for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What is left has killed its process too often to be started again."""
+
+
+Outcome = Done | Retry | Park | Fail | Lost
+"""The closed set of ways in which a delivery ends; `_Record.of` has the one ``match`` over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A lease with its outcome; ``failures`` replaces the column, ``None`` leaves it."""
+
+    lease: Lease
+    outcome: Outcome
+    delivered: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, Any] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRow:
+    """One event to insert; JSON columns as text, already validated. ``status`` is pending or done."""
+
+    id: UUID
+    type: str
+    payload: str
+    deliveries: str
+    headers: str = "{}"
+    occurred_at: datetime | None = None
+    aggregate_type: str = ""
+    aggregate_id: str = ""
+    organization_id: str = ""
+    request_id: str = ""
+    causation_id: UUID | None = None
+    quiet: bool = False
+    delay: float | None = None
+    given_id: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an operator verb did: rows changed, rows a relay holds under a live lease, rows in another status."""
+
+    changed: int = 0
+    leased: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.changed + other.changed, self.leased + other.leased, self.skipped + other.skipped)
