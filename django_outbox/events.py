@@ -30,7 +30,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils import timezone
-from django.utils.functional import Promise
+from django.utils.functional import LazyObject, Promise
 from django.utils.module_loading import autodiscover_modules
 
 from django_outbox import lease as engine
@@ -240,11 +240,14 @@ def emit_events(events: Iterable[NewEvent], *, using: str | None = None) -> list
         with transaction.atomic(using=alias, savepoint=False):
             _insert(rows, alias)
     for capture in captures:
-        capture += batch
+        capture.extend(batch)
     return [row.id for row in rows]
 
 
 def _insert(rows: Sequence[engine.NewRow], alias: str) -> None:
+    if any(row.given_id for row in rows):
+        # Two transactions that write the same ids wait for one another; in one order they cannot deadlock.
+        rows = sorted(rows, key=lambda row: row.id)
     engine.insert_events(rows, using=alias)
     if any(row.deliveries != "{}" for row in rows):
         wake.notify_on_commit(alias)
@@ -309,7 +312,7 @@ def _shown(value: object) -> str:
 
 
 def _text(name: str, value: object, length: int) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or isinstance(value, LazyObject):
         raise InvalidPayload(f"{name} must be a str, not {type(value).__name__}; write {name}=str(...).")
     if not value:
         return ""
@@ -382,30 +385,30 @@ def _encode_headers(headers: object, limit: int) -> str:
     return encode_json(dict(headers), what="headers", limit=limit)
 
 
-def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:
+def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:  # noqa: C901, PLR0911, PLR0912  one per type
     """Return the value in plain JSON types; raise `InvalidPayload` with the path of what is none."""
-    # Exact types first: nearly every value is one of these.
+    # By the true type: a SimpleLazyObject passes for what it wraps, and is none of it.
     kind = type(value)
     if value is None or kind is bool:
         return value
-    if isinstance(value, str):
+    if issubclass(kind, str):
         if problem := _unstorable(value):
             raise InvalidPayload(f"{_at(what, path)} holds {problem}, which PostgreSQL cannot store.")
         return str.__str__(value)
-    if isinstance(value, int):
+    if issubclass(kind, int):
         if value.bit_length() > 14_000 and abs(value) >= _MAX_INTEGER:
             raise InvalidPayload(f"{_at(what, path)} is an integer of more than 4,300 digits.")
         return int(value)
-    if isinstance(value, float):
+    if issubclass(kind, float):
         if not math.isfinite(value):
             raise InvalidPayload(f"{_at(what, path)} is {value}, which is not JSON.")
         return float(value)
-    if len(path) >= _MAX_DEPTH and isinstance(value, (dict, list, tuple)):
+    if len(path) >= _MAX_DEPTH and issubclass(kind, (dict, list, tuple)):
         raise InvalidPayload(f"{_at(what, path[:4])} is nested deeper than {_MAX_DEPTH} levels, or contains itself.")
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         plain = {}
         for key, item in value.items():
-            if not isinstance(key, str):
+            if not issubclass(type(key), str):
                 raise InvalidPayload(
                     f"{_at(what, path)} has the key {_shown(key)}, a {type(key).__name__}; JSON keys are strings."
                 )
@@ -415,7 +418,7 @@ def _plain(value: Any, path: tuple[str | int, ...], what: str) -> Any:
                 )
             plain[str.__str__(key)] = _plain(item, (*path, key), what)
         return plain
-    if isinstance(value, (list, tuple)):
+    if issubclass(kind, (list, tuple)):
         return [_plain(item, (*path, index), what) for index, item in enumerate(value)]
     if isinstance(value, Promise):
         return _plain(str(value), path, what)
@@ -563,8 +566,8 @@ class Registry:
                     shared = sorted(set(handler.names) & set(other.names))
                     raise DuplicateHandler(
                         f"The handler name {shared[0]!r} is taken: {other.source} has it for"
-                        f" {', '.join(other.patterns)}, and {handler.source} wants it for {', '.join(handler.patterns)}."
-                        " Some event type could match both; give one of them another name."
+                        f" {', '.join(other.patterns)}, and {handler.source} wants it for"
+                        f" {', '.join(handler.patterns)}. Some event type could match both; give one another name."
                     )
             kept.insert(len(kept) if place is None else place, handler)
             self.replace(kept)
@@ -1028,7 +1031,7 @@ def _require_finished(returned: object) -> None:
         )
 
 
-async def _bounded(handler: Handler, event: Event, timeout: float) -> None:
+async def _bounded(handler: Handler, event: Event, timeout: float) -> None:  # noqa: ASYNC109  raised in our words
     try:
         async with asyncio.timeout(timeout) as limit:
             await handler.function(event)

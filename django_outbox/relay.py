@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
@@ -142,6 +142,7 @@ class Relay:
         self._flights: dict[UUID, _Flight] = {}
         self._flights_lock = threading.Lock()
         self._landed = threading.Condition(self._flights_lock)
+        self._claiming = threading.Lock()
         self._ready: deque[_Flight] = deque()
         self._work = threading.Semaphore(0)
         self._slots: list[_Slot] = []
@@ -219,7 +220,8 @@ class Relay:
             self._signal.clear()
             asked = min(self._room(), CLAIM_LIMIT)
             try:
-                claimed = self._take(self._claim(asked)) if asked > 0 else 0
+                with self._claiming:
+                    claimed = self._take(self._claim(asked)) if asked > 0 else 0
                 if self.mode == "once":
                     return
                 self._hungry = asked <= 0 or self._claimer.more
@@ -498,6 +500,7 @@ class Relay:
         wait, again = 0.05, False
         outcomes = [settled for _, settled in batch]
         while True:
+            fences = {settled.lease: settled.lease.fence for settled in outcomes}
             try:
                 written = engine.settle(
                     outcomes,
@@ -516,6 +519,12 @@ class Relay:
                 time.sleep(wait)
                 wait, again = min(wait * 2, FAILED_FLOOR_SECONDS), True
         self._database_works()
+        lost = {lease for lease in fences if lease.id not in written}
+        if reclaimed := self._reclaimed(lost, fences):
+            self._settle([item for item in batch if item[1].lease in reclaimed])
+            batch = [item for item in batch if item[1].lease not in reclaimed]
+            if not batch:
+                return
         for _, settled in batch:
             status = written.get(settled.lease.id, "lost")
             self.counts[status] += 1
@@ -531,6 +540,14 @@ class Relay:
             self._signal.set()
         elif events.EVENTS.announcement and "failed" in written.values():
             self._signal.set()
+
+    def _reclaimed(self, lost: Collection[engine.Lease], fences: Mapping[engine.Lease, int]) -> set[engine.Lease]:
+        """Return the rows, of those that a write did not reach, which this relay's own claim gave a new fence."""
+        if not lost:
+            return set()
+        # A claim that is under way may have them, and hands the fence over before it lets go.
+        with self._claiming:
+            return {lease for lease in lost if lease.fence != fences[lease]}
 
     # --- the keeper
 
@@ -597,7 +614,9 @@ class Relay:
         flights = {flight.lease: flight for flight in aging}
         try:
             if started:
-                for lease in engine.renew(started, lease_seconds=lease_seconds, using=self.using):
+                fences = {lease: lease.fence for lease in started}
+                lost = engine.renew(started, lease_seconds=lease_seconds, using=self.using)
+                for lease in set(lost) - self._reclaimed(lost, fences):
                     run = flights[lease].run
                     if run is not None:
                         run.lost = True

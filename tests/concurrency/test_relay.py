@@ -9,7 +9,6 @@ between. Where the test must know what the relay did, it waits for the relay's c
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sqlite3
 import threading
@@ -881,19 +880,42 @@ def test_parked_rows_charge_nothing_and_are_delivered_by_a_relay_that_has_the_co
     assert stored(id_).failures == {} or "parked_at" not in stored(id_).failures["newer"]
 
 
-def test_the_engine_never_sees_a_row_twice_in_one_process(held: Held, outbox: Callable[..., None]) -> None:
-    """The relay's own lease runs out behind its back, and its next claim brings the row that it still works on."""
+def test_a_claim_of_the_relays_own_hands_its_fence_to_the_run_in_progress(
+    held: Held, calls: Calls, outbox: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    The relay's own lease runs out behind its back, and its next claim brings the row that it still works on.
+
+    The handler is let go between that claim and the hand-over of the new fence, and the
+    hand-over waits until the outcome is on its way with the old one.
+    """
     outbox(POLL_SECONDS=0.1)
-    on_event(TYPE, name="one")(lambda event: held.pass_through())
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add(event.id)
+        held.pass_through()
+
     (id_,) = emit()
     with running_relay(threads=2) as running:
         held.wait_for_entry()
+        relay = running.relay
+        (flight,) = relay._flights.values()
+        take = relay._take
+
+        def late_take(leases: Any) -> int:
+            if leases:
+                held.go.set()
+                eventually(lambda: flight.closed and relay._outcomes.empty())
+                threading.Event().wait(0.2)  # for the settle to have come and gone
+            return take(leases)
+
+        monkeypatch.setattr(relay, "_take", late_take)
         OutboxEvent.objects.update(lease_until=LONG_AGO)
-        eventually(lambda: stored(id_).fence == 2)
-        held.go.set()
         running.wait_for(done=1)
         running.wait_until_idle()
-    assert held.inside == 1
-    assert stored(id_).status == "done"
-    assert json.dumps(stored(id_).failures) == "{}"
+        assert relay.counts["lost"] == 0
+    assert calls.made == [id_]
+    row = stored(id_)
+    assert (row.status, row.fence, row.failures) == ("done", 2, {})
     assert engine.backlog(EVENTS, using="default").leased == 0

@@ -34,7 +34,7 @@ from django_outbox import (
 )
 from django_outbox.models import OutboxEvent
 from django_outbox.testing import drain, travel
-from tests.testapp.models import Note
+from tests.testapp.models import Effect, Note
 
 pytestmark = pytest.mark.django_db
 
@@ -61,6 +61,13 @@ def woken() -> Iterator[list[str]]:
 
 def types() -> list[str]:
     return list(OutboxEvent.objects.order_by("created_at", "id").values_list("type", flat=True))
+
+
+def test_handlers_are_discovered_in_the_modules_of_installed_apps() -> None:
+    with transaction.atomic():
+        id_ = emit_event("testapp.discovered")
+    assert drain() == {"done": 1}
+    assert Effect.objects.get().key == f"discovered:{id_}"
 
 
 # --- the transaction -------------------------------------------------------------------------------------------------
@@ -421,6 +428,15 @@ def test_one_id_twice_in_a_batch_is_written_once_beside_generated_ones(heard: li
     assert len(set(ids)) == 3
     assert ids[1] < ids[3]
     assert set(OutboxEvent.objects.values_list("id", flat=True)) == set(ids)
+
+
+def test_given_ids_are_written_in_one_order_so_that_two_batches_cannot_deadlock() -> None:
+    first, second = sorted((uuid4(), uuid4()))
+    with transaction.atomic(), CaptureQueriesContext(connection) as queries:
+        ids = emit_events([NewEvent("thing.b", event_id=second), NewEvent("thing.a", event_id=first)])
+    assert ids == [second, first]
+    sql = queries[0]["sql"].replace("-", "")
+    assert sql.index(first.hex) < sql.index(second.hex)
 
 
 @pytest.mark.parametrize("event_id", ["0191b5d6-8b7e-7cc2-8000-000000000000", 7, b"x" * 16, ""])

@@ -23,7 +23,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
-from django.utils.functional import lazy
+from django.utils.functional import SimpleLazyObject, lazy
 from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy, override
 
@@ -121,6 +121,11 @@ class Point:
         ({"a": int}, "$.a", "a type"),
         ({"a": ValueError("x")}, "$.a", "a ValueError"),
         ({"a": MappingProxyType({})}, "$.a", "a mappingproxy"),
+        # It passes for a string wherever isinstance() asks, but nothing can store it.
+        ({"a": SimpleLazyObject(lambda: "text")}, "$.a", "a SimpleLazyObject"),
+        ({"a": SimpleLazyObject(lambda: 7)}, "$.a", "a SimpleLazyObject"),
+        ({"a": SimpleLazyObject(dict)}, "$.a", "a SimpleLazyObject"),
+        ({SimpleLazyObject(lambda: "key"): 1}, "$", "a SimpleLazyObject"),
         ({"a": collections.UserDict()}, "$.a", "a UserDict"),
         ({"a": enum.Enum("Plain", "A").A}, "$.a", "a Plain"),  # type: ignore[attr-defined]
         ({"a": time(1, 2, tzinfo=UTC)}, "$.a", "timezone-aware times"),
@@ -242,7 +247,20 @@ COLUMNS = {"aggregate_type": 128, "aggregate_id": 255, "organization_id": 255, "
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("value", ["a\x00b", "\ud800", None, 7, b"x", uuid.UUID(int=0), gettext_lazy("Yes"), "toolong"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a\x00b",
+        "\ud800",
+        None,
+        7,
+        b"x",
+        uuid.UUID(int=0),
+        gettext_lazy("Yes"),
+        SimpleLazyObject(lambda: "a"),
+        "toolong",
+    ],
+)
 def test_a_text_that_its_column_cannot_hold_is_refused_by_name(column: str, value: Any) -> None:
     if value == "toolong":
         value = "x" * (COLUMNS[column] + 1)

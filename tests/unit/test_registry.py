@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.test import override_settings
 
 from django_outbox import DuplicateHandler, Event, InvalidEventType, InvalidHandlerName, OutboxError, on_event
-from django_outbox.events import check_type, registry
+from django_outbox.events import check_type, discover_handlers, registry
 
 
 @pytest.fixture(autouse=True)
@@ -310,6 +311,19 @@ def test_made_up_types_do_not_grow_the_registry_without_end() -> None:
     assert len(registry._deliveries) <= 10_000
     assert len(registry._resolved) <= 10_000
     assert registry.deliveries("made.up-again") == '{"audit-log":null}'
+
+
+def test_discovery_takes_the_module_name_of_the_settings_and_passes_over_apps_without_one() -> None:
+    with override_settings(OUTBOX={"HANDLERS_MODULE": "models"}):
+        discover_handlers()
+    with override_settings(OUTBOX={"HANDLERS_MODULE": "there_is_no_such_module"}):
+        discover_handlers()
+    assert registry.handlers() == ()
+
+
+def test_discovery_leaves_wrong_settings_to_the_checks() -> None:
+    with override_settings(OUTBOX={"HANDLERS_MODUL": "x"}):
+        discover_handlers()
 
 
 # --- what is registered ----------------------------------------------------------------------------------------------
