@@ -1,0 +1,42 @@
+"""
+The event queue: emit events, register handlers, deliver the one to the other.
+
+Nothing here imports models when it is imported, so that an app which loads before
+this one can emit from its own ``models.py``.
+"""
+
+from __future__ import annotations
+
+from django_outbox.events.deliver import EVENTS, Event, EventRun, LeaseLost, Result, announcement
+from django_outbox.events.emit import NewEvent, captures, emit_event, emit_events
+from django_outbox.events.payload import encode_json
+from django_outbox.events.registry import (
+    RESERVED_PREFIXES,
+    Handler,
+    Registry,
+    check_type,
+    discover_handlers,
+    on_event,
+    registry,
+)
+
+__all__ = [
+    "EVENTS",
+    "RESERVED_PREFIXES",
+    "Event",
+    "EventRun",
+    "Handler",
+    "LeaseLost",
+    "NewEvent",
+    "Registry",
+    "Result",
+    "announcement",
+    "captures",
+    "check_type",
+    "discover_handlers",
+    "emit_event",
+    "emit_events",
+    "encode_json",
+    "on_event",
+    "registry",
+]

@@ -1,0 +1,468 @@
+"""Deliver: take one leased event through the handlers it is owed to."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache, partial
+from typing import Any, Final
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from django.db import DatabaseError, InterfaceError, connections, transaction
+
+from django_outbox import lease as engine
+from django_outbox.conf import get_settings
+from django_outbox.errors import Reject, RetryLater, clean_error
+from django_outbox.events.emit import Cause, current_cause
+from django_outbox.events.registry import Handler, registry
+
+logger = logging.getLogger("django_outbox.events")
+
+EVENTS: Final = engine.Queue(
+    name="events",
+    model_name="OutboxEvent",
+    content=(
+        "type",
+        "payload",
+        "occurred_at",
+        "aggregate_type",
+        "aggregate_id",
+        "organization_id",
+        "request_id",
+        "causation_id",
+        "headers",
+        "deliveries",
+        "failures",
+    ),
+    bulk="payload",
+    handlers=True,
+    announcement="outbox.event.dead",
+)
+
+
+MAX_STARTS_MARKED: Final = 2
+"""Marks at which a handler is not started again: with the unmarked first start, three starts in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """
+    What a handler receives. The payload is this handler's own copy.
+
+    ``occurred_at`` is aware, in UTC. ``attempt`` is 1 at the first try.
+    ``idempotency_key`` is the same at every redelivery of this event to this handler,
+    also after the handler was renamed.
+    """
+
+    id: UUID
+    type: str
+    payload: Any
+    occurred_at: datetime
+    aggregate_type: str
+    aggregate_id: str
+    organization_id: str
+    request_id: str
+    causation_id: UUID | None
+    headers: dict[str, Any]
+    handler: str
+    attempt: int
+    idempotency_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one handler ended. No error: it succeeded."""
+
+    error: str = ""
+    rejected: bool = False
+    delay: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the delivery was made."""
+        return not self.error
+
+
+class LeaseLost(Exception):
+    """The row belongs to another by now; whatever was about to be written is rolled back."""
+
+
+class EventRun:
+    """
+    One leased event on its way through the handlers it is owed to.
+
+    The caller pulls handlers with `next_handler`, runs each with `invoke` and reports
+    with `finish`; threads may share a run, so that a stuck handler does not keep the
+    others of its event waiting. When `complete`, `settled` says how the event ended.
+    """
+
+    def __init__(self, lease: engine.Lease, *, using: str, in_child: bool = False) -> None:
+        content = lease.content
+        self.lease = lease
+        self.using = using
+        self.type: str = content["type"]
+        self.careful = lease.suspect or lease.lost_leases > 0 or in_child
+        self.lost = False
+        self.interrupted = False
+        # Rows of one type mostly bear one and the same text here.
+        self._deliveries: dict[str, str | None] = dict(_parsed(content["deliveries"]))
+        self._failures: dict[str, dict[str, Any]] = _json_object(content["failures"])
+        self._failures_changed = False
+        self.delivered: dict[str, str] = {}
+        self._delays: list[float] = []
+        self._errors: dict[str, str] = {}
+        self._parked: list[str] = []
+        self._running: set[str] = set()
+        self._lock = threading.Lock()
+        self._queue = self._plan()
+
+    # What is owed, and to whom.
+
+    def _plan(self) -> list[Handler]:
+        wanted: dict[str, Handler] = {}
+        for name in self._owed():
+            if self._failures.get(name, {}).keys() & {"rejected", "lost"}:
+                continue
+            handler = registry.resolve(self.type, name)
+            if handler is None:
+                self._parked.append(name)
+            elif when := next(filter(None, (self._deliveries.get(each) for each in handler.names)), None):
+                # Delivered under another of its names, before a rename or its rollback.
+                self.delivered[name] = when
+            else:
+                wanted[handler.name] = handler
+        if len(wanted) < 2:
+            return list(wanted.values())
+        order = {handler.name: place for place, handler in enumerate(registry.for_type(self.type))}
+        return sorted(wanted.values(), key=lambda handler: order[handler.name])
+
+    def _owed(self) -> list[str]:
+        return [
+            name
+            for name, when in self._deliveries.items()
+            if when is None and name not in self.delivered and not self._failures.get(name, {}).get("discarded")
+        ]
+
+    def next_handler(self) -> Handler | None:
+        """Take the next handler to run, or ``None`` when none may start (any more)."""
+        with self._lock:
+            while self._queue:
+                if self.lost or self.interrupted:
+                    return None
+                if not self.lease.current():
+                    self.lost = True
+                    return None
+                handler = self._queue[0]
+                # It stays in the queue while its mark cannot be written, so that the caller may ask again.
+                startable = not self.careful or self._mark(handler)
+                self._queue.pop(0)
+                if startable:
+                    self._running.add(handler.name)
+                    return handler
+            return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether no handler is running or left to run."""
+        with self._lock:
+            return not self._running and (not self._queue or self.lost or self.interrupted)
+
+    @property
+    def started(self) -> bool:
+        """Whether any handler of it runs or ran."""
+        return bool(self._running or self.delivered or self._errors)
+
+    def _mark(self, handler: Handler) -> bool:
+        """
+        Count this start on the row before it happens; return whether it may happen.
+
+        A handler that kills its process leaves the mark behind, and at two marks it is
+        not started again: it dies alone, its neighbours are never blamed.
+        """
+        key = self._key(handler)
+        entry = dict(self._failures.get(key, {}))
+        marks = int(entry.get("marks", 0))
+        if marks >= MAX_STARTS_MARKED:
+            self.blame(handler)
+            return False
+        marked = self._failures | {key: {"error": ""} | entry | {"marks": marks + 1, "at": self.lease.clock.text()}}
+        worst = max(int(each.get("marks", 0)) for each in marked.values())
+        if not engine.record(self.lease, using=self.using, failures=marked, lost_leases=worst):
+            self.lost = True
+            return False
+        self._failures = marked
+        return True
+
+    def blame(self, handler: Handler) -> None:
+        """Record that a handler killed its process too often."""
+        key = self._key(handler)
+        text = f"worker lost: its process died {MAX_STARTS_MARKED + 1} times while this handler ran"
+        self._failures[key] = {"error": text, "at": self.lease.clock.text(), "lost": True}
+        self._failures_changed = True
+        self._errors[key] = text
+
+    def start_again(self, handler: Handler) -> bool:
+        """
+        After the child process of a started handler died: mark it once more, or blame it and close its delivery.
+
+        Returns whether it may be started again.
+        """
+        with self._lock:
+            if not self.lost and self.lease.current() and self._mark(handler):
+                return True
+            self._running.discard(handler.name)
+            return False
+
+    def _key(self, handler: Handler) -> str:
+        """Return the name under which this delivery is owed."""
+        return next((name for name in handler.names if name in self._deliveries), handler.name)
+
+    # Running one handler.
+
+    def event_for(self, handler: Handler) -> Event:
+        """Return the event as this handler receives it, with a payload of its own."""
+        content = self.lease.content
+        return Event(
+            id=self.lease.id,
+            type=self.type,
+            payload=json.loads(content["payload"]),
+            # To the millisecond that is promised: SQLite's arithmetic is off by some microseconds,
+            # enough to put midnight on the day before.
+            occurred_at=datetime.fromtimestamp(round(content["occurred_at"], 3), UTC),
+            aggregate_type=content["aggregate_type"],
+            aggregate_id=content["aggregate_id"],
+            organization_id=content["organization_id"],
+            request_id=content["request_id"],
+            causation_id=_uuid(content["causation_id"]),
+            headers=_json_object(content["headers"]),
+            handler=handler.name,
+            attempt=self.lease.attempts,
+            idempotency_key=f"{handler.oldest_name}:{self.lease.id}",
+        )
+
+    def invoke(self, handler: Handler, *, timeout: float, savepoint: bool = False) -> Result:
+        """
+        Run one handler in this thread and return how it ended; nothing it raises gets out.
+
+        ``timeout`` bounds a coroutine; a plain function is bounded by who runs the
+        thread. ``savepoint`` puts a savepoint around it, when a transaction is open.
+        """
+        cause = Cause(
+            self.lease.id, self.lease.content["request_id"], self.lease.content["organization_id"], self.lease.quiet
+        )
+        token = current_cause.set(cause)
+        try:
+            call = partial(self._call, handler, timeout)
+            if savepoint and connections[self.using].in_atomic_block:
+                block: Any = transaction.atomic(using=self.using)
+                # To Django's durable check and to ours this is the test's transaction, not the handler's.
+                block._from_testcase = True
+                with block:
+                    call()
+            else:
+                call()
+        except RetryLater as error:
+            logger.info("handler asks for a retry handler=%s event=%s", handler.name, self.lease.id)
+            return Result(clean_error(error), delay=error.delay)
+        except Reject as error:
+            logger.warning("handler rejects the event handler=%s event=%s", handler.name, self.lease.id)
+            return Result(clean_error(error), rejected=True)
+        except LeaseLost:
+            self.lost = True
+            return Result("the lease was lost while the handler ran; its work was rolled back")
+        except BaseException as error:
+            # Time-outs of gevent, SystemExit and their like are no Exceptions, and end a handler all the same.
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            logger.exception("handler failed handler=%s event=%s type=%s", handler.name, self.lease.id, self.type)
+            return Result(clean_error(error))
+        finally:
+            current_cause.reset(token)
+        return Result()
+
+    def _call(self, handler: Handler, timeout: float) -> None:
+        event = self.event_for(handler)
+        if handler.is_async:
+            async_to_sync(_bounded)(handler, event, timeout)
+        elif not handler.atomic:
+            _require_finished(handler.function(event))
+        else:
+            with transaction.atomic(using=self.using):
+                _require_finished(handler.function(event))
+                # Last, so that no lock on the event is held while the handler runs.
+                if not engine.record(self.lease, using=self.using, delivered=self._times(handler)):
+                    raise LeaseLost
+
+    def _times(self, handler: Handler) -> dict[str, str]:
+        """Return the delivery's time under every name of the handler, so that a rename repeats nothing."""
+        return dict.fromkeys(handler.names, self.lease.clock.text())
+
+    # Reporting.
+
+    def finish(self, handler: Handler, result: Result) -> None:
+        """Record how a handler ended. The second report about one start is ignored."""
+        with self._lock:
+            if handler.name not in self._running:
+                return
+            self._running.discard(handler.name)
+            key = self._key(handler)
+            before = self._failures.get(key, {})
+            if result.ok:
+                self.delivered |= self._times(handler)
+                if "marks" in before:
+                    self._failures[key] = {name: value for name, value in before.items() if name != "marks"}
+                    if not self._failures[key].get("error"):
+                        del self._failures[key]
+                    self._failures_changed = True
+            else:
+                self._failures[key] = {"error": result.error, "at": self.lease.clock.text()} | (
+                    {"rejected": True} if result.rejected else {}
+                )
+                self._failures_changed = True
+                self._errors[key] = result.error
+                if result.delay is not None:
+                    self._delays.append(result.delay)
+            if self.careful and not self.lost:
+                worst = max([0, *(int(each.get("marks", 0)) for each in self._failures.values())])
+                try:
+                    self.lost = not engine.record(
+                        self.lease,
+                        using=self.using,
+                        delivered=self.delivered,
+                        failures=self._failures,
+                        lost_leases=worst,
+                    )
+                except (DatabaseError, InterfaceError) as error:
+                    # The settle carries the same. What succeeded must not run again for want of this.
+                    logger.warning("delivery not recorded yet event=%s error=%s", self.lease.id, clean_error(error))
+                    connections[self.using].close_if_unusable_or_obsolete()
+
+    def interrupt(self) -> None:
+        """Start no further handler, and count those that still run as failed attempts."""
+        with self._lock:
+            self.interrupted = True
+            running = list(self._running)
+        for name in running:
+            if (handler := registry.resolve(self.type, name)) is not None:
+                self.finish(handler, Result("interrupted: the relay was stopped while this handler ran"))
+
+    def settled(self) -> engine.Settled:
+        """Return how the event ended, once `complete`."""
+        with self._lock:
+            left = self._owed()
+            if not left and not self._failures:
+                return engine.Settled(self.lease, _DONE, self.delivered)
+            parked = [name for name in left if name in self._parked]
+            final = [name for name in left if self._failures.get(name, {}).keys() & {"rejected", "lost"}]
+            retry = [name for name in left if name not in parked and name not in final]
+            for name in parked:
+                known = self._failures.get(name, {})
+                if "parked_at" not in known:
+                    text = f"no relay that had this event knows the handler {name!r}"
+                    self._failures[name] = {"error": text, "at": self.lease.clock.text()}
+                    self._failures[name]["parked_at"] = self.lease.clock.text()
+                    self._failures_changed = True
+            for name in list(self._failures):
+                entry = self._failures[name]
+                past = {"marks"} if name in parked else {"marks", "parked_at"}
+                if entry.keys() & past:
+                    self._failures[name] = {key: value for key, value in entry.items() if key not in past}
+                    self._failures_changed = True
+            outcome: engine.Outcome
+            if not left:
+                outcome = _DONE
+            elif retry:
+                outcome = engine.Retry(max(self._delays, default=None))
+            elif parked:
+                outcome = engine.Park(spent=self._parked_for(parked) >= get_settings().park_for_seconds)
+            elif any(self._failures[name].get("lost") for name in final):
+                outcome = engine.Lost()
+            else:
+                outcome = engine.Fail()
+            reasons = self._errors or {name: self._failures[name]["error"] for name in left if name in self._failures}
+            return engine.Settled(
+                lease=self.lease,
+                outcome=outcome,
+                delivered=dict(self.delivered),
+                failures=dict(self._failures) if self._failures_changed else None,
+                error=clean_error("; ".join(f"{name}: {text}" for name, text in reasons.items())) if left else "",
+            )
+
+    def _parked_for(self, names: Sequence[str]) -> float:
+        """Return the seconds for which the longest-parked of these has waited."""
+        now = self.lease.clock.now()
+        return max(now - datetime.fromisoformat(self._failures[name]["parked_at"]).timestamp() for name in names)
+
+
+_DONE: Final = engine.Done()
+
+
+@lru_cache(maxsize=1_024)
+def _parsed(text: str) -> dict[str, Any]:
+    """Return a JSON object that must not be changed."""
+    parsed: dict[str, Any] = json.loads(text)
+    return parsed
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object of one's own; nearly always the empty one."""
+    return {} if text == "{}" else json.loads(text)
+
+
+def _require_finished(returned: object) -> None:
+    """Raise when a plain function returned work that nobody will do, as one that wraps an async function does."""
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise TypeError(
+            "the handler returned a coroutine, which would never run; write `async def`, or mark its wrapper with"
+            " asgiref.sync.markcoroutinefunction"
+        )
+
+
+async def _bounded(handler: Handler, event: Event, timeout: float) -> None:  # noqa: ASYNC109  raised in our words
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            await handler.function(event)
+    except TimeoutError:
+        # The handler's own TimeoutError is the handler's own failure.
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"the handler took longer than its {timeout:g} s") from None
+
+
+def _uuid(value: Any) -> UUID | None:
+    return value if value is None or isinstance(value, UUID) else UUID(value)
+
+
+def announcement(settled: engine.Settled, status: str) -> engine.NewRow:
+    """Return the event that says that an event is dead or failed. Its own death is not announced."""
+    lease = settled.lease
+    failures = settled.failures if settled.failures is not None else json.loads(lease.content["failures"])
+    payload = {
+        "queue": lease.queue.name,
+        "id": str(lease.id),
+        "type": lease.content["type"],
+        "status": status,
+        "attempts": lease.attempts,
+        "error": settled.error,
+        "handlers": {name: entry.get("error", "") for name, entry in failures.items() if isinstance(entry, dict)},
+        "aggregate_type": lease.content["aggregate_type"],
+        "aggregate_id": lease.content["aggregate_id"],
+    }
+    return engine.NewRow(
+        id=engine.new_id(),
+        type=lease.queue.announcement,
+        payload=json.dumps(payload, ensure_ascii=False),
+        deliveries=registry.deliveries(lease.queue.announcement),
+        organization_id=lease.content["organization_id"],
+        request_id=lease.content["request_id"],
+        causation_id=lease.id,
+        quiet=True,
+    )
