@@ -279,7 +279,8 @@ class EventRun:
             return Result("the lease was lost while the handler ran; its work was rolled back")
         except BaseException as error:
             # Time-outs of gevent, SystemExit and their like are no Exceptions, and end a handler all the same.
-            if isinstance(error, KeyboardInterrupt):
+            # In a test, what is none ends the test: pytest.fail() and pytest.skip() are made so.
+            if isinstance(error, KeyboardInterrupt) or (savepoint and not isinstance(error, _ENDS_A_HANDLER)):
                 raise
             logger.exception("handler failed handler=%s event=%s type=%s", handler.name, self.lease.id, self.type)
             return Result(clean_error(error))
@@ -402,6 +403,7 @@ class EventRun:
 
 
 _DONE: Final = engine.Done()
+_ENDS_A_HANDLER: Final = (Exception, SystemExit, asyncio.CancelledError)
 
 
 @lru_cache(maxsize=1_024)

@@ -1,5 +1,5 @@
 """
-One relay in a process of its own, driven over standard input, answering in lines of JSON.
+The command ``run_outbox`` in a process of its own, driven over standard input, answering in lines of JSON.
 
 It says ``{"ready": true}`` when the interpreter and the project are up, and starts the
 relay at the first line that comes. After that the line ``look`` asks for the figures so
@@ -19,6 +19,7 @@ from typing import Any
 
 import django
 import psycopg
+from django.core.management import call_command
 from django.db.backends.signals import connection_created
 
 _ticks = itertools.count(1)
@@ -45,55 +46,65 @@ class _CountedConnection(psycopg.AsyncConnection[Any]):
         return await super().execute(*args, **kwargs)
 
 
-def main() -> int:
-    """Run one relay as the command line says."""
+def main() -> None:
+    """Run ``run_outbox`` as the command line says, with a relay that reports."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--database", required=True)
-    parser.add_argument("--mode", required=True)
+    parser.add_argument("--mode", choices=["serve", "drain"], required=True)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
     django.setup()
     connection_created.connect(_on_connection_created)
     psycopg.AsyncConnection = _CountedConnection  # type: ignore[misc]
 
-    from django_outbox.relay import Relay
+    from django_outbox.management.commands import run_outbox
     from tests.benchmarks.outbox_handlers import starts
 
-    relay = Relay(using=options.database, threads=options.threads, mode=options.mode)
     answering = threading.Lock()
 
     def say(**figures: object) -> None:
         with answering:
             print(json.dumps(figures), flush=True)
 
-    def look(**more: object) -> None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        say(
-            seconds=time.perf_counter() - began,
-            counts=dict(relay.counts),
-            statements=_statements,
-            cpu_seconds=usage.ru_utime + usage.ru_stime,
-            # Kilobytes, but bytes on macOS.
-            peak_mb=usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
-            **more,
-        )
+    class ReportingRelay(run_outbox.Relay):
+        def run(self) -> int:
+            say(ready=True)
+            sys.stdin.readline()
+            self.began = time.perf_counter()
+            threading.Thread(target=self.obey, daemon=True).start()
+            code = super().run()
+            self.look(starts=starts)
+            return code
 
-    def obey() -> None:
-        for line in sys.stdin:
-            if line.strip() == "look":
-                look()
-            else:
-                break
-        relay.stop()
+        def obey(self) -> None:
+            for line in sys.stdin:
+                if line.strip() != "look":
+                    break
+                self.look()
+            self.stop()
 
-    say(ready=True)
-    sys.stdin.readline()
-    began = time.perf_counter()
-    threading.Thread(target=obey, daemon=True).start()
-    code = relay.run()
-    look(starts=starts)
-    return code
+        def look(self, **more: object) -> None:
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            say(
+                seconds=time.perf_counter() - self.began,
+                counts=dict(self.counts),
+                statements=_statements,
+                cpu_seconds=usage.ru_utime + usage.ru_stime,
+                # Kilobytes, but bytes on macOS.
+                peak_mb=usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
+                **more,
+            )
+
+    run_outbox.Relay = ReportingRelay  # type: ignore[misc]
+    call_command(
+        "run_outbox",
+        database=options.database,
+        threads=options.threads,
+        drain=options.mode == "drain",
+        verbosity=0,
+        skip_checks=True,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -397,9 +397,9 @@ def test_a_connection_that_the_server_ended_between_rows_costs_no_attempt(
     findings: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scenario 10: every session but the test's own is ended while the relay is idle."""
-    import django_outbox.relay
+    from django_outbox.relay import connections as handler_connections
 
-    monkeypatch.setattr(django_outbox.relay, "CONNECTION_TRUST_SECONDS", 0.0)
+    monkeypatch.setattr(handler_connections, "CONNECTION_TRUST_SECONDS", 0.0)
     check_state(findings, Note.objects.count)
     with running_relay(threads=2) as running:
         emit(*["thing.checked"] * 4)

@@ -999,9 +999,7 @@ class _NotAnException(BaseException):
     ("error", "status"),
     [
         (_Hostile(), "waiting"),
-        (_NotAnException("odd"), "waiting"),
         (SystemExit(3), "waiting"),
-        (GeneratorExit(), "waiting"),
         (RetryLater(), "waiting"),
         (RetryLater("later", delay=float("inf")), "waiting"),
         (RetryLater("nan", delay=float("nan")), "waiting"),
@@ -1020,6 +1018,26 @@ def test_whatever_a_handler_raises_becomes_an_outcome(error: BaseException, stat
     assert drain() == {status: 1}
     assert stored(id_).status == status
     assert stored(id_).last_error
+
+
+@pytest.mark.parametrize("error", [_NotAnException("odd"), GeneratorExit()], ids=repr)
+def test_what_is_no_exception_ends_a_test_and_only_a_delivery_in_the_relay(error: BaseException) -> None:
+    @on_event("thing.happened", name="odd")
+    def odd(event: Event) -> None:
+        raise error
+
+    with transaction.atomic():
+        emit_event("thing.happened", {})
+    with pytest.raises(type(error)):
+        drain()
+    with travel(minutes=2):
+        (lease,) = engine.Claimer(EVENTS, holder="another", using="default").claim(1, lease_seconds=60)
+    run = EventRun(lease, using="default")
+    handler = run.next_handler()
+    assert handler is not None
+    result = run.invoke(handler, timeout=30)
+    assert not result.ok
+    assert result.error
 
 
 def test_a_row_whose_columns_were_damaged_can_still_die_and_be_announced() -> None:

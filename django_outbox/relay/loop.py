@@ -1,47 +1,31 @@
-"""
-The relay: claims due rows, runs their handlers in threads, settles what they became.
-
-Who does what in a relay process:
-
-- the calling thread claims, and hands rows to the handler threads;
-- handler threads run handlers, one row each at a time;
-- the settler writes outcomes in batches;
-- the keeper renews leases and watches the time limits, for all threads at once;
-- the watcher (``wake.py``) says when there may be something to claim;
-- the isolator runs, in a child process, rows that have killed a process before.
-
-Each has a database connection of its own, and none of them holds a transaction or a
-lock while a handler runs.
-"""
+"""The relay's loop and threads."""
 
 from __future__ import annotations
 
 import contextvars
 import logging
-import multiprocessing
 import queue
-import re
-import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Final, Literal
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections
-from django.db.backends.signals import connection_created
 
 from django_outbox import events, wake
 from django_outbox import lease as engine
 from django_outbox.conf import OutboxSettings, get_settings
 from django_outbox.errors import clean_error
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-__all__ = ["EXIT_RECYCLE", "Mode", "Relay"]
+from django_outbox.relay.child import COROUTINE_GRACE_SECONDS, Child
+from django_outbox.relay.connections import (
+    close_connections,
+    look_after_connections,
+    tidy_connections,
+    trust_connections_briefly,
+)
 
 logger = logging.getLogger("django_outbox.relay")
 
@@ -62,9 +46,6 @@ PREFETCH_SECONDS: Final = 0.5
 EMPTY_FLOOR_SECONDS: Final = 0.05
 FAILED_FLOOR_SECONDS: Final = 2.0
 TICK_SECONDS: Final = 0.1
-COROUTINE_GRACE_SECONDS: Final = 1.0
-CONNECTION_MAX_AGE_SECONDS: Final = 300.0
-CONNECTION_TRUST_SECONDS: Final = 1.0
 PURGE_EVERY_SECONDS: Final = 60.0
 PURGE_LIMIT: Final = 2_000
 DATABASE_TROUBLE: Final = (DatabaseError, InterfaceError)
@@ -150,7 +131,7 @@ class Relay:
         self._outcomes: queue.SimpleQueue[tuple[_Flight, engine.Settled] | None] = queue.SimpleQueue()
         self._isolated: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._isolator: threading.Thread | None = None
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._keeper_wake = threading.Event()
         self._closing = False
         self._row_seconds = 0.05
@@ -196,7 +177,7 @@ class Relay:
                 self._work.release()
             for helper in helpers:
                 helper.join(timeout=10)
-            _close_connections()
+            close_connections()
         self._report()
         return self._exit_code
 
@@ -211,7 +192,7 @@ class Relay:
             self.stop()
             raise
         finally:
-            _close_connections()
+            close_connections()
 
     def _claim_loop(self) -> None:
         purged = time.monotonic()
@@ -406,7 +387,7 @@ class Relay:
         threading.Thread(target=self._work_loop, args=(slot, flight), name=name, daemon=True).start()
 
     def _work_loop(self, slot: _Slot, flight: _Flight | None) -> None:
-        _thread.runs_handlers = True
+        look_after_connections()
         try:
             while not self._closing:
                 if flight is None:
@@ -419,7 +400,7 @@ class Relay:
                     return
                 flight = None
         finally:
-            _close_connections()
+            close_connections()
 
     def _try_to_deliver(self, slot: _Slot, flight: _Flight) -> bool:
         """Deliver; what goes wrong outside the handlers costs this row an attempt and nobody else anything."""
@@ -463,11 +444,11 @@ class Relay:
             limit = handler.timeout or self.queue_settings.timeout_seconds
             # A coroutine is cancelled in time; the thread is given up only if that does not help.
             slot.begin(flight, handler, limit + (COROUTINE_GRACE_SECONDS if handler.is_async else 0.0))
-            _trust_connections_briefly()
+            trust_connections_briefly()
             # A context of its own, so that a language, a time zone or any other context
             # variable that the handler sets ends with it.
             result = contextvars.copy_context().run(run.invoke, handler, timeout=limit)
-            left_behind = _tidy_connections()
+            left_behind = tidy_connections()
             if left_behind and result.ok:
                 result = events.Result(left_behind)
             ours = slot.end()
@@ -661,12 +642,12 @@ class Relay:
     def _deliver_in_child(self, flight: _Flight) -> None:
         """Run a row's handlers in a process of its own, whose death is only the handler's."""
         run = flight.run or events.EventRun(flight.lease, using=self.using)
-        child: _Child | None = None
+        child: Child | None = None
         try:
             while (handler := self._next_handler(run)) is not None:
                 limit = handler.timeout or self.queue_settings.timeout_seconds
                 while True:
-                    child = self._child = child or _Child(self.using)
+                    child = self._child = child or Child(self.using)
                     result = child.run(run.lease, handler.name, limit)
                     if result is None and self._stopping:
                         # Whoever stops this process may have ended that one too; it is not the handler's fault.
@@ -695,199 +676,3 @@ class Relay:
         if self._database_down:
             self._database_down = False
             logger.warning("database works again database=%s", self.using)
-
-
-# --- the child process -----------------------------------------------------------------------------------------------
-
-
-class _Child:
-    """A spawned process that runs one handler at a time for the isolator."""
-
-    def __init__(self, using: str) -> None:
-        # Spawned, never forked: a fork would share this process's sockets and locks.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_child_main, args=(far_end, using), name="outbox-child", daemon=True)
-        self._process.start()
-        far_end.close()
-
-    def run(self, lease: engine.Lease, handler_name: str, limit: float) -> events.Result | None:
-        """Run a handler there and return how it ended; ``None`` when the process died of it."""
-        try:
-            self._pipe.send((lease, handler_name, limit))
-            # Starting the interpreter and the project is not the handler's time.
-            if not self._pipe.poll(60):
-                return None
-            self._pipe.recv()
-            if not self._pipe.poll(limit + COROUTINE_GRACE_SECONDS):
-                self._process.kill()
-                self._process.join()
-                return events.Result(f"the handler took longer than its {limit:g} s and its process was ended")
-            result: events.Result = self._pipe.recv()
-        except (EOFError, OSError):
-            return None
-        return result
-
-    def kill(self) -> None:
-        """End the process at once, from any thread."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join(timeout=5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-def _child_main(pipe: Connection, using: str) -> None:
-    # A Ctrl-C on the terminal, or a service manager that signals the whole group, is the parent's
-    # to answer. Not SIG_IGN, which the handler's own child processes would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    import django  # noqa: PLC0415
-
-    django.setup()
-    _thread.runs_handlers = True
-    while True:
-        try:
-            lease, handler_name, limit = pipe.recv()
-        except EOFError:
-            return
-        run = events.EventRun(lease, using=using)
-        handler = events.registry.resolve(run.type, handler_name)
-        pipe.send("started")
-        result = events.Result(f"the child process does not know the handler {handler_name!r}")
-        if handler is not None:
-            result = run.invoke(handler, timeout=limit)
-            left_behind = _tidy_connections()
-            if left_behind and result.ok:
-                result = events.Result(left_behind)
-        pipe.send(result)
-
-
-# --- connections of handler threads ----------------------------------------------------------------------------------
-
-
-class _Thread(threading.local):
-    """What a handler thread knows of itself."""
-
-    def __init__(self) -> None:
-        self.runs_handlers = False
-        self.opened: list[Any] = []
-        """The connections it opened: asking Django for all of them takes longer than a small handler."""
-
-
-_thread = _Thread()
-
-_SESSION_STATEMENT: Final = re.compile(
-    # At the beginning, or after a semicolon; comments may stand before it.
-    r"(?:^|;)(?:\s+|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare|declare|pragma|attach"
-    r"|create\s+(?:local\s+|global\s+)?temp(?:orary)?)\b)"
-    # Functions that outlive their transaction.
-    r"|\bset_config\s*\((?![^()]*,\s*true\s*\))|\bpg_(?:try_)?advisory_lock",
-    re.IGNORECASE | re.DOTALL,
-)
-
-
-def _note_session_change(execute: Any, sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:  # noqa: FBT001
-    # A statement composed by psycopg is not text yet; few are, so each costs a connection.
-    if not isinstance(sql, str) or _SESSION_STATEMENT.search(sql):
-        context["connection"].outbox_session_changed = True
-    return execute(sql, params, many, context)
-
-
-def _on_connection_created(*, connection: Any, **_: Any) -> None:
-    if not _thread.runs_handlers:
-        return
-    if connection not in _thread.opened:
-        _thread.opened.append(connection)
-    connection.outbox_since = time.monotonic()
-    connection.outbox_session_changed = False
-    connection.health_check_enabled = True
-    if _note_session_change not in connection.execute_wrappers:
-        connection.execute_wrappers.append(_note_session_change)
-
-
-connection_created.connect(_on_connection_created, dispatch_uid="django_outbox.relay")
-
-
-def _own_connections() -> list[Any]:
-    """Return this handler thread's connections that are open."""
-    return [connection for connection in _thread.opened if connection.connection is not None]
-
-
-def _trust_connections_briefly() -> None:
-    """Have connections that lay idle checked before their next statement."""
-    now = time.monotonic()
-    for connection in _own_connections():
-        if now - getattr(connection, "outbox_used", 0.0) > CONNECTION_TRUST_SECONDS:
-            connection.health_check_done = False
-
-
-def _tidy_connections() -> str:
-    """
-    Make this thread's connections fit for the next handler; return what the last one left behind, if anything.
-
-    An open transaction is rolled back with its connection: its work is gone, so the
-    delivery must not count as made.
-    """
-    problem = ""
-    now = time.monotonic()
-    for connection in _own_connections():
-        if connection.queries_log:
-            connection.queries_log.clear()
-        connection.outbox_used = now
-        if left := _left_behind(connection):
-            problem = f"the handler left {left} on the connection {connection.alias!r}; its open work was rolled back"
-            _throw_away(connection)
-        elif (
-            getattr(connection, "outbox_session_changed", False)
-            or _is_closed(connection)
-            or now - getattr(connection, "outbox_since", now) > CONNECTION_MAX_AGE_SECONDS
-            or connection.settings_dict["OPTIONS"].get("pool")
-        ):
-            connection.close()
-    return problem
-
-
-def _left_behind(connection: Any) -> str:
-    if connection.in_atomic_block or connection.savepoint_ids:
-        return "an atomic block open"
-    if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
-        return "autocommit changed"
-    raw = connection.connection
-    if _is_closed(connection):
-        return ""
-    # psycopg's TransactionStatus: 0 is idle.
-    opened = raw.pgconn.transaction_status != 0 if connection.vendor == "postgresql" else raw.in_transaction
-    return "a transaction open" if opened else ""
-
-
-def _is_closed(connection: Any) -> bool:
-    """Return whether the connection was closed behind Django's back."""
-    raw = connection.connection
-    if connection.vendor == "postgresql":
-        return bool(raw.closed)
-    try:
-        raw.in_transaction  # noqa: B018  sqlite3 has no other way to ask
-    except connection.Database.ProgrammingError:
-        return True
-    return False
-
-
-def _throw_away(connection: Any) -> None:
-    """Drop a connection and all that Django remembers of it; the next use makes a new one."""
-    with suppress(Exception):
-        connection.connection.close()
-    _thread.opened.remove(connection)
-    with suppress(AttributeError):
-        del connections[connection.alias]
-
-
-def _close_connections() -> None:
-    for connection in connections.all(initialized_only=True):
-        with suppress(Exception):
-            connection.close()
