@@ -1,7 +1,7 @@
 """
 The admin: what is dead, why, and what to press.
 
-Nothing is edited here; retry and discard go through the verbs of ``lease.py``. Every
+Nothing is edited here; retry and discard go through the verbs of ``lease``. Every
 list is an ordered walk of one index with an end: no count over the table, no sort of
 it, and a filter that no index serves looks at the newest rows only, and says so.
 """

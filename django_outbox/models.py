@@ -1,5 +1,5 @@
 """
-The tables. Constraints and indexes stand here, the statements that use them in ``lease.py``.
+The tables. Constraints and indexes stand here, the statements that use them in ``lease``.
 
 No queue refers to another by foreign key: ids are copied, so purging one table
 never touches another.
@@ -23,7 +23,7 @@ __all__ = ["JSONTypeOf", "Leasable", "OutboxEvent", "Status", "UTCDateTimeField"
 
 
 class Status(models.TextChoices):
-    """Where a row stands. The values stand literally in the index predicates and in ``lease.py``."""
+    """Where a row stands. The values stand literally in the index predicates and in ``lease``."""
 
     PENDING = "pending", "pending"
     WAITING = "waiting", "waiting"

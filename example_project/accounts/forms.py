@@ -12,6 +12,6 @@ class RegistrationForm(BaseUserCreationForm):  # type: ignore[type-arg]  # gener
 
     email = forms.EmailField()
 
-    class Meta(BaseUserCreationForm.Meta):  # noqa: D106  Django's own form
+    class Meta(BaseUserCreationForm.Meta):
         model = User
         fields = ("username", "email")
