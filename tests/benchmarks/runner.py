@@ -59,7 +59,6 @@ def main() -> None:
 
     from django_outbox.management.commands import run_outbox
     from django_outbox.relay import Relay
-    from django_outbox.relay import Relay
     from tests.benchmarks.outbox_handlers import starts
 
     answering = threading.Lock()
