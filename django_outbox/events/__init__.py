@@ -7,11 +7,12 @@ this one can emit from its own ``models.py``.
 
 from __future__ import annotations
 
-from django_outbox.events.deliver import EVENTS, Event, EventRun, LeaseLost, Result, announcement
+from django_outbox.events.deliver import EVENTS, EventRun, LeaseLost, Result, announcement
 from django_outbox.events.emit import NewEvent, captures, emit_event, emit_events
 from django_outbox.events.payload import encode_json
 from django_outbox.events.registry import (
     RESERVED_PREFIXES,
+    Event,
     Handler,
     Registry,
     check_type,

@@ -21,7 +21,7 @@ from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.errors import Reject, RetryLater, clean_error
 from django_outbox.events.emit import Cause, current_cause
-from django_outbox.events.registry import Handler, registry
+from django_outbox.events.registry import Event, Handler, registry
 
 logger = logging.getLogger("django_outbox.events")
 
@@ -49,31 +49,6 @@ EVENTS: Final = engine.Queue(
 
 MAX_STARTS_MARKED: Final = 2
 """Marks at which a handler is not started again: with the unmarked first start, three starts in all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """
-    What a handler receives. The payload is this handler's own copy.
-
-    ``occurred_at`` is aware, in UTC. ``attempt`` is 1 at the first try.
-    ``idempotency_key`` is the same at every redelivery of this event to this handler,
-    also after the handler was renamed.
-    """
-
-    id: UUID
-    type: str
-    payload: Any
-    occurred_at: datetime
-    aggregate_type: str
-    aggregate_id: str
-    organization_id: str
-    request_id: str
-    causation_id: UUID | None
-    headers: dict[str, Any]
-    handler: str
-    attempt: int
-    idempotency_key: str
 
 
 @dataclass(frozen=True, slots=True)

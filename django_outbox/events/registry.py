@@ -1,4 +1,4 @@
-"""The handlers of this process: who is registered for which event type, and under which names."""
+"""The handlers of this process: what they receive, and who is registered for which event type under which names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
+from uuid import UUID
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings as django_settings
@@ -19,9 +20,6 @@ from django.utils.module_loading import autodiscover_modules
 from django_outbox.conf import get_settings, problems
 from django_outbox.errors import DuplicateHandler, InvalidEventType, InvalidHandlerName
 from django_outbox.events.payload import shown
-
-if TYPE_CHECKING:
-    from django_outbox.events.deliver import Event
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,6 +30,31 @@ _PATTERN: Final = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*(\.\*)?")
 _NAME: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _TYPE_LENGTH: Final = 128
 _NAME_LENGTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """
+    What a handler receives. The payload is this handler's own copy.
+
+    ``occurred_at`` is aware, in UTC. ``attempt`` is 1 at the first try.
+    ``idempotency_key`` is the same at every redelivery of this event to this handler,
+    also after the handler was renamed.
+    """
+
+    id: UUID
+    type: str
+    payload: Any
+    occurred_at: datetime
+    aggregate_type: str
+    aggregate_id: str
+    organization_id: str
+    request_id: str
+    causation_id: UUID | None
+    headers: dict[str, Any]
+    handler: str
+    attempt: int
+    idempotency_key: str
 
 
 def check_type(type_: object) -> None:
