@@ -39,6 +39,7 @@ MEANINGS: Final = {
     "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
     "W011": "The connection pool is smaller than the relay's threads need.",
     "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
+    "W013": "The database runs at another isolation level than READ COMMITTED.",
 }
 """Every check, by the last part of its id."""
 
@@ -130,6 +131,13 @@ def _postgres_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) 
                 f"a relay with {outbox.events.concurrency} threads needs {needed}.",
                 f'Set "OPTIONS": {{"pool": {{"max_size": {needed}}}}}, or lower OUTBOX["EVENTS"]["CONCURRENCY"].',
             )
+    level = connection.settings_dict["OPTIONS"].get("isolation_level", psycopg.IsolationLevel.READ_COMMITTED)
+    if level != psycopg.IsolationLevel.READ_COMMITTED:
+        yield _message(
+            "W013",
+            f"Database {outbox.database!r} does not run at READ COMMITTED: relays will abort one another's claims.",
+            'Remove "isolation_level" from its OPTIONS, or give the outbox an alias of its own without it.',
+        )
     if outbox.listen_dsn is not None:
         try:
             conninfo_to_dict(outbox.listen_dsn)

@@ -18,7 +18,7 @@ from django.conf import settings as django_settings
 from django.core.signals import setting_changed
 
 from django_outbox.errors import InvalidSettings
-from django_outbox.retry import Schedule
+from django_outbox.retry import JITTER, Schedule
 
 __all__ = ["OutboxSettings", "Problem", "QueueSettings", "get_settings", "problems", "setting_fields"]
 
@@ -277,11 +277,11 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
         if (
             queue.replay_every_seconds is not None
             and queue.replay_for_seconds is not None
-            and queue.replay_for_seconds <= queue.replay_every_seconds
+            and queue.replay_for_seconds <= queue.replay_every_seconds * (1 + JITTER)
         ):
             yield Problem(
                 "E006",
                 f"{where}: the replay window closes ({queue.replay_for_seconds:g} s) before the first replay "
-                f"({queue.replay_every_seconds:g} s).",
+                f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["PARK_MAX_SECONDS", "PARK_MIN_SECONDS", "Schedule", "backoff_seconds", "park_seconds"]
+__all__ = ["JITTER", "PARK_MAX_SECONDS", "PARK_MIN_SECONDS", "Schedule", "backoff_seconds", "park_seconds"]
 
 JITTER: Final = 0.25
 """A delay is stretched by up to this share, so that failures of one second do not come back in one."""

@@ -396,6 +396,10 @@ class Relay:
                         flight = self._ready.popleft()
                     except IndexError:
                         continue
+                    if self._stopping:
+                        # The relay may stop for the want of fit threads: this one starts nothing more.
+                        self._release([flight])
+                        return
                 if not self._try_to_deliver(slot, flight):
                     return
                 flight = None

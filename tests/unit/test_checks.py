@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from django.core import checks
 from django.core.checks import CheckMessage
@@ -201,6 +202,21 @@ def test_a_pool_smaller_than_the_threads_need_is_a_warning(
 ) -> None:
     add_database(POSTGRES, pool=pool)
     assert on_events(EVENTS={"CONCURRENCY": concurrency}) == expected
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (psycopg.IsolationLevel.READ_COMMITTED, []),
+        (psycopg.IsolationLevel.REPEATABLE_READ, ["django_outbox.W013"]),
+        (psycopg.IsolationLevel.SERIALIZABLE, ["django_outbox.W013"]),
+    ],
+)
+def test_another_isolation_level_is_a_warning(
+    add_database: AddDatabase, level: psycopg.IsolationLevel, expected: list[str]
+) -> None:
+    add_database(POSTGRES, isolation_level=level)
+    assert on_events() == expected
 
 
 def test_a_listen_dsn_on_sqlite_is_a_warning(add_database: AddDatabase) -> None:

@@ -143,7 +143,9 @@ def test_a_cap_below_the_base_is_refused() -> None:
 
 def test_a_replay_window_that_closes_before_the_first_replay_is_refused() -> None:
     assert ids({"EVENTS": {"REPLAY_FOR_SECONDS": 21_600}}) == ["E006"]
-    assert ids({"EVENTS": {"REPLAY_FOR_SECONDS": 21_601}}) == []
+    # A replay may come up to a quarter late, for jitter, and must still fall inside.
+    assert ids({"EVENTS": {"REPLAY_FOR_SECONDS": 27_000}}) == ["E006"]
+    assert ids({"EVENTS": {"REPLAY_FOR_SECONDS": 27_001}}) == []
 
 
 def test_every_problem_is_reported_at_once() -> None:
