@@ -125,7 +125,7 @@ class Relay:
         self._landed = threading.Condition(self._flights_lock)
         self._claiming = threading.Lock()
         self._ready: deque[_Flight] = deque()
-        self._work = threading.Semaphore(0)
+        self._work: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._slots: list[_Slot] = []
         self._stuck: list[_Slot] = []
         self._outcomes: queue.SimpleQueue[tuple[_Flight, engine.Settled] | None] = queue.SimpleQueue()
@@ -174,7 +174,7 @@ class Relay:
             if (child := self._child) is not None:
                 child.kill()
             for _ in range(len(self._slots)):
-                self._work.release()
+                self._work.put(None)
             for helper in helpers:
                 helper.join(timeout=10)
             close_connections()
@@ -259,6 +259,7 @@ class Relay:
 
     def _take(self, leases: Sequence[engine.Lease]) -> int:
         """Put claimed rows in flight and hand them to the threads; return how many were claimed."""
+        fresh = 0
         for lease in leases:
             with self._flights_lock:
                 known = self._flights.get(lease.id)
@@ -273,7 +274,11 @@ class Relay:
                 self._isolate(flight)
             else:
                 self._ready.append(flight)
-                self._work.release()
+                fresh += 1
+        # One token wakes one thread, which then works until nothing is ready. More tokens than
+        # threads would only be picked up for nothing.
+        for _ in range(min(fresh, self.threads - self._work.qsize())):
+            self._work.put(None)
         if leases:
             self._keeper_wake.set()
         return len(leases)
@@ -391,10 +396,10 @@ class Relay:
         try:
             while not self._closing:
                 if flight is None:
-                    self._work.acquire()
                     try:
                         flight = self._ready.popleft()
                     except IndexError:
+                        self._work.get()
                         continue
                     if self._stopping:
                         # The relay may stop for the want of fit threads: this one starts nothing more.
