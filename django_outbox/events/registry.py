@@ -132,6 +132,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._handlers: tuple[Handler, ...] = ()
+        self.version = 0
+        """Changes with every registration."""
         self._lock = threading.Lock()
         self._deliveries: dict[str, str] = {}
         self._resolved: dict[tuple[str, str], Handler | None] = {}
@@ -192,6 +194,7 @@ class Registry:
     def replace(self, handlers: Iterable[Handler]) -> None:
         """Make these the handlers, all at once."""
         self._handlers = tuple(handlers)
+        self.version += 1
         self._deliveries = {}
         self._resolved = {}
 

@@ -74,12 +74,15 @@ class Claimer:
             rows = find(dead=dead)
         extra = self.queue.content
         leases = []
+        clock = Clock(rows[0][8] if rows else 0.0, started)
         for row in rows:
-            id_, fence, attempts, status, lost, quiet, age, was_dead, epoch, last_holder = row[:10]
+            given, fence, attempts, status, lost, quiet, age, was_dead, _, last_holder = row[:10]
+            id_ = given if isinstance(given, UUID) else UUID(given)
             leases.append(
                 Lease(
                     queue=self.queue,
-                    id=id_ if isinstance(id_, UUID) else UUID(id_),
+                    id=id_,
+                    text=str(id_),
                     fence=fence,
                     holder=self.holder,
                     attempts=attempts,
@@ -89,7 +92,7 @@ class Claimer:
                     lost_leases=lost,
                     quiet=bool(quiet),
                     was_dead=bool(was_dead),
-                    clock=Clock(epoch, started),
+                    clock=clock,
                     deadline=started + lease_seconds,
                     content=dict(zip(extra, row[10:], strict=True)),
                 )
@@ -155,17 +158,27 @@ class Claimer:
                       UNION ALL SELECT * FROM waiting_rows) AS due_rows
                 WINDOW reading AS (ORDER BY scan, due, id ROWS UNBOUNDED PRECEDING)
             ),
+            chosen AS (
+                -- By way of arrays, since the planner takes an array for ten rows: it then looks
+                -- each id up in the primary key. Its guess for a LIMIT that it cannot read is a
+                -- tenth of all pending rows, for which it would read the whole table, every time.
+                SELECT p.*
+                FROM (
+                    SELECT array_agg(id ORDER BY place) AS ids, array_agg(leased_by ORDER BY place) AS holders
+                    FROM picked WHERE before < %s
+                ) AS lists, unnest(ids, holders) WITH ORDINALITY AS p(id, leased_by, place)
+            ),
             commit_mode AS MATERIALIZED (SELECT {commit})
             UPDATE {table} AS e
             SET attempts = e.attempts + 1, fence = e.fence + 1, leased_by = %s,
                 lease_until = {sql_dialect.after("%s")}
-            FROM picked AS p, commit_mode
-            WHERE e.id = p.id AND p.before < %s
+            FROM chosen AS p, commit_mode
+            WHERE e.id = p.id
             RETURNING {shared},
                 {sql_dialect.epoch(f"({sql_dialect.now} - coalesce(e.not_before, e.created_at))")},
                 e.dead_at IS NOT NULL, {sql_dialect.epoch(sql_dialect.now)}, p.leased_by{content}, p.place"""
         with connection.cursor() as cursor:
-            cursor.execute(sql, [dead, limit, limit, self.holder, lease_seconds, max_bytes])
+            cursor.execute(sql, [dead, limit, limit, max_bytes, self.holder, lease_seconds])
             rows = cursor.fetchall()
         rows.sort(key=_last)
         return [row[:-1] for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final
 from uuid import UUID
 
@@ -32,6 +33,9 @@ _EVENT_COLUMNS: Final = (
 )
 
 
+_ONE_ROW: Final = f"(SELECT {', '.join(f'%s::{kind} AS {name}' for name, kind in _EVENT_COLUMNS)}) AS r"
+
+
 def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
     """
     Insert event rows in the caller's transaction; return the ids that were written.
@@ -46,26 +50,37 @@ def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
     table = connection.ops.quote_name(apps.get_model("django_outbox", "OutboxEvent")._meta.db_table)
     given = any(row.given_id for row in rows)
     source, params = _event_source(rows, dialect)
-    # A delayed row waits; one that nobody handles is done; `deliveries` says which.
-    owed = "r.deliveries <> '{}'"
-    sql = f"""
-        INSERT INTO {table} (id, type, payload, deliveries, headers, occurred_at, aggregate_type, aggregate_id,
-            organization_id, request_id, causation_id, quiet, failures, created_at, status, due_at, not_before,
-            finished_at)
-        SELECT r.id, r.type, r.payload, r.deliveries, r.headers, coalesce(r.occurred_at, {dialect.clock}),
-            r.aggregate_type, r.aggregate_id, r.organization_id, r.request_id, r.causation_id, r.quiet, '{{}}',
-            {dialect.clock},
-            CASE WHEN NOT ({owed}) THEN 'done' WHEN r.delay IS NULL THEN 'pending' ELSE 'waiting' END,
-            CASE WHEN {owed} THEN {dialect.after("r.delay")} END,
-            {dialect.after("r.delay")},
-            CASE WHEN NOT ({owed}) THEN {dialect.clock} END
-        FROM {source}
-        {"WHERE true ON CONFLICT (id) DO NOTHING RETURNING id" if given else ""}"""
     with connection.cursor() as cursor:
-        cursor.execute(sql, params)
+        cursor.execute(_insert_statement(dialect, dialect.clock, table, source, given), params)
         if given:
             return [dialect.id_value(row[0]) for row in cursor.fetchall()]
     return [row.id for row in rows]
+
+
+@lru_cache(maxsize=256)
+def _insert_statement(
+    dialect: Dialect,
+    clock: str,
+    table: str,
+    source: str,
+    given: bool,  # noqa: FBT001  positional, for the cache
+) -> str:
+    """Return the INSERT for a source of rows; few sources occur, and building the text costs more than sending it."""
+    # A delayed row waits; one that nobody handles is done; `deliveries` says which.
+    owed = "r.deliveries <> '{}'"
+    return f"""
+        INSERT INTO {table} (id, type, payload, deliveries, headers, occurred_at, aggregate_type, aggregate_id,
+            organization_id, request_id, causation_id, quiet, failures, created_at, status, due_at, not_before,
+            finished_at)
+        SELECT r.id, r.type, r.payload, r.deliveries, r.headers, coalesce(r.occurred_at, {clock}),
+            r.aggregate_type, r.aggregate_id, r.organization_id, r.request_id, r.causation_id, r.quiet, '{{}}',
+            {clock},
+            CASE WHEN NOT ({owed}) THEN 'done' WHEN r.delay IS NULL THEN 'pending' ELSE 'waiting' END,
+            CASE WHEN {owed} THEN {dialect.after("r.delay")} END,
+            {dialect.after("r.delay")},
+            CASE WHEN NOT ({owed}) THEN {clock} END
+        FROM {source}
+        {"WHERE true ON CONFLICT (id) DO NOTHING RETURNING id" if given else ""}"""
 
 
 def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[Any]]:
@@ -76,6 +91,8 @@ def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[A
             f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(_EVENT_COLUMNS)
         )
         return f"(SELECT {fields} FROM json_each(%s)) AS r", [json.dumps(values, ensure_ascii=False)]
+    if len(rows) == 1:
+        return _ONE_ROW, [getattr(rows[0], name) for name, _ in _EVENT_COLUMNS]
     # What all rows share goes in once as a scalar, only what differs as arrays.
     arrays: list[tuple[str, str]] = []
     scalars: list[str] = []
@@ -84,7 +101,7 @@ def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[A
     for name, kind in _EVENT_COLUMNS:
         column = [getattr(row, name) for row in rows]
         first = column[0]
-        if name != "id" and (len(rows) == 1 or column.count(first) == len(column)):
+        if name != "id" and column.count(first) == len(column):
             scalars.append(f"%s::{kind} AS {name}")
             scalar_params.append(first)
         else:

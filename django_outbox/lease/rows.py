@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -89,7 +90,13 @@ class Clock:
 
     def text(self) -> str:
         """Return the database's time as it stands in ``deliveries``: ISO 8601, UTC, milliseconds."""
-        return datetime.fromtimestamp(self.now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return _millisecond_text(int(self.now() * 1_000))
+
+
+@lru_cache(maxsize=64)
+def _millisecond_text(milliseconds: int) -> str:
+    moment = datetime.fromtimestamp(milliseconds / 1_000, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,6 +110,8 @@ class Lease:
 
     queue: Queue
     id: UUID
+    text: str
+    """The id as text, made once."""
     fence: int
     holder: str
     attempts: int

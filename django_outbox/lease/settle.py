@@ -231,16 +231,23 @@ class _Record:
 
     def entry(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         lease = self.settled.lease
-        return {
-            "id": dialect_of(connection).id_param(lease.id),
+        entry: dict[str, Any] = {
+            "id": lease.text if connection.vendor == "postgresql" else lease.id.hex,
             "fence": lease.fence,
             "status": self.status,
-            "delay": self.delay,
-            "refund": self.refund,
-            "delivered": self.settled.delivered or None,
-            "failures": self.failures,
-            "error": self.error,
         }
+        # What is absent reads as NULL; nearly every row is done and has only the first of these.
+        if self.settled.delivered:
+            entry["delivered"] = self.settled.delivered
+        if self.delay is not None:
+            entry["delay"] = self.delay
+        if self.refund:
+            entry["refund"] = self.refund
+        if self.failures is not None:
+            entry["failures"] = self.failures
+        if self.error:
+            entry["error"] = self.error
+        return entry
 
 
 Announce = Callable[[Settled, str], NewRow]
@@ -331,8 +338,8 @@ def _write_statement(connection: BaseDatabaseWrapper, queue: Queue, records: Seq
     dialect = dialect_of(connection)
     columns = {"status": "text", "delay": "float8", "refund": "int", "error": "text"}
     assignments = f"""
-        status = o.status, attempts = e.attempts - o.refund, due_at = {dialect.after("o.delay")},
-        lease_until = NULL, leased_by = '', lost_leases = 0, last_error = o.error,
+        status = o.status, attempts = e.attempts - coalesce(o.refund, 0), due_at = {dialect.after("o.delay")},
+        lease_until = NULL, leased_by = '', lost_leases = 0, last_error = coalesce(o.error, ''),
         dead_at = CASE WHEN o.status = 'dead' THEN coalesce(e.dead_at, {dialect.clock}) ELSE e.dead_at END,
         finished_at = CASE WHEN o.status IN ('done', 'failed') THEN {dialect.clock} END"""
     if queue.handlers:

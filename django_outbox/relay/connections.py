@@ -71,6 +71,8 @@ def _own_connections() -> list[Any]:
 
 def trust_connections_briefly() -> None:
     """Have connections that lay idle checked before their next statement."""
+    if not _thread.opened:
+        return
     now = time.monotonic()
     for connection in _own_connections():
         if now - getattr(connection, "outbox_used", 0.0) > CONNECTION_TRUST_SECONDS:
@@ -85,6 +87,8 @@ def tidy_connections() -> str:
     delivery must not count as made.
     """
     problem = ""
+    if not _thread.opened:
+        return problem
     now = time.monotonic()
     for connection in _own_connections():
         if connection.queries_log:

@@ -196,6 +196,7 @@ class Relay:
 
     def _claim_loop(self) -> None:
         purged = time.monotonic()
+        empty = 0
         while not self._stopping:
             # Before the claim, never after: what commits while the claim runs wakes us again.
             self._signal.clear()
@@ -223,7 +224,10 @@ class Relay:
             if self._hungry and self._room() > 0:
                 # As much came as was asked for: there is more, and room for it.
                 continue
-            if claimed == 0 and asked > 0:
+            # One wake-up for nothing is ordinary: its event was claimed with the one before it.
+            # A second in a row may be one of many, and they are answered all at once.
+            empty = empty + 1 if claimed == 0 and asked > 0 else 0
+            if empty > 1:
                 self._pause(EMPTY_FLOOR_SECONDS)
             self._sleep(pause)
 

@@ -217,7 +217,7 @@ def test_our_hook_never_raises_into_the_caller_and_hooks_after_it_run(caplog: py
 @pytest.mark.postgres
 def test_a_database_that_refuses_the_wake_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if "pg_notify" in sql:
+        if sql.startswith("NOTIFY"):
             raise DatabaseError("the notification queue is full")
         return execute(sql, params, many, context)
 
@@ -261,8 +261,8 @@ def test_the_notification_is_a_statement_of_its_own_without_a_payload(raw_connec
     (notice,) = list(listener.notifies(timeout=10, stop_after=1))
     assert (notice.channel, notice.payload) == (wake.CHANNEL, "")
     statements = [query["sql"] for query in queries]
-    assert "pg_notify" in statements[-1]
-    assert sum("pg_notify" in sql for sql in statements) == 1
+    assert statements[-1] == f"NOTIFY {wake.CHANNEL}"
+    assert sum("NOTIFY" in sql for sql in statements) == 1
     assert statements[-2].upper().startswith("COMMIT")
     with connection.cursor() as cursor:
         cursor.execute("SHOW synchronous_commit")
