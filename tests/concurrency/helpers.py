@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from uuid import UUID
 
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
+from django_outbox import NewEvent, emit_events
 from django_outbox.relay import Mode, Relay
+from tests.concurrency.field import acts
 
 DEADLINE_SECONDS = 10.0
+
+Script = dict[str, list[list[Any]]]
+StartRelay = Callable[..., "subprocess.Popen[str]"]
+
+
+def emit(*scripts: Script, names: Iterable[str] = "abcdefghij", **options: Any) -> list[UUID]:
+    """Emit one event for the field's handlers for each script, named a, b, c, …"""
+    with transaction.atomic():
+        return emit_events(
+            [
+                NewEvent(acts.TYPE, {"name": name, **script}, **options)
+                for name, script in zip(names, scripts, strict=False)
+            ]
+        )
+
+
+def ended(process: subprocess.Popen[str], *, seconds: float = 20) -> tuple[int, str]:
+    """Wait for a process, and return its exit code and what it said."""
+    said, _ = process.communicate(timeout=seconds)
+    return process.returncode, said
 
 
 def eventually(condition: Callable[[], Any], *, seconds: float = DEADLINE_SECONDS) -> Any:

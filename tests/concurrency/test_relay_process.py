@@ -11,77 +11,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
 from uuid import UUID
 
 import pytest
-from django.db import transaction
 
-from django_outbox import NewEvent, emit_events
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.events import EVENTS
 from django_outbox.models import OutboxEvent
 from tests.concurrency.field import acts
-from tests.concurrency.helpers import eventually
+from tests.concurrency.helpers import StartRelay, emit, ended, eventually
 from tests.concurrency.stage import Stage
 from tests.conftest import StartPython
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-Script = dict[str, list[list[Any]]]
-StartRelay = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    acts.register()
-    with Stage() as stage:
-        yield stage
-
-
-@pytest.fixture
-def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
-    """Return a function that starts ``run_outbox`` with the field's handlers and these settings."""
-
-    def start(*arguments: str, events: dict[str, Any] | None = None, **top: Any) -> subprocess.Popen[str]:
-        queue = {"RETRY_BASE_SECONDS": 0, "RETRY_CAP_SECONDS": 0, "REPLAY_EVERY_SECONDS": None} | (events or {})
-        return start_python(
-            "-m",
-            "django",
-            "run_outbox",
-            *arguments,
-            DJANGO_SETTINGS_MODULE="tests.concurrency.field_settings",
-            FIELD_OUTBOX=json.dumps({"POLL_SECONDS": 30, "SHUTDOWN_GRACE_SECONDS": 10, **top, "EVENTS": queue}),
-            FIELD_PORT=str(stage.port),
-        )
-
-    return start
-
-
-def emit(*scripts: Script, names: str = "abcdefghij", **options: Any) -> list[UUID]:
-    """Emit one event for each script, named a, b, c, …"""
-    with transaction.atomic():
-        return emit_events(
-            [
-                NewEvent(acts.TYPE, {"name": name, **script}, **options)
-                for name, script in zip(names, scripts, strict=False)
-            ]
-        )
-
 
 def stored(id_: UUID) -> OutboxEvent:
     return OutboxEvent.objects.get(id=id_)
-
-
-def ended(process: subprocess.Popen[str], *, seconds: float = 20) -> tuple[int, str]:
-    """Wait for a process, and return its exit code and what it said."""
-    said, _ = process.communicate(timeout=seconds)
-    return process.returncode, said
 
 
 def lease_is_over(id_: UUID) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import signal
 import sys
 import time
@@ -17,7 +15,7 @@ from django.db import connections
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.events import EVENTS, registry
-from django_outbox.relay import Mode, Relay
+from django_outbox.relay import Mode, Relay, Supervisor, ensure_logging, tune_collector
 
 EPILOG = """
 examples:
@@ -25,10 +23,12 @@ examples:
   manage.py run_outbox --drain         deliver what is due now, then exit: for cron, scripts and demos
   manage.py run_outbox --once          one claim, then exit
   manage.py run_outbox --threads 32    for handlers that wait for the network
+  manage.py run_outbox --processes 4   for handlers that compute: four relays under one supervisor
 
 exit codes:
    0  stopped by SIGTERM or SIGINT, or the work is done
   75  too many handlers are stuck past their time limit: start the relay again
+      (with --processes the supervisor does)
 """
 
 
@@ -60,13 +60,20 @@ class Command(BaseCommand):
             metavar="N",
             help='Handler threads per queue. Default: OUTBOX["EVENTS"]["CONCURRENCY"].',
         )
+        parser.add_argument(
+            "--processes",
+            type=int,
+            metavar="N",
+            help="Run N relays, each in a process of its own, under a supervisor that starts a dead one again. "
+            "Default: one relay in this process.",
+        )
         parser.add_argument("--database", metavar="ALIAS", help='Database alias. Default: OUTBOX["DATABASE"].')
         ending = parser.add_mutually_exclusive_group()
         ending.add_argument("--once", action="store_true", help="Claim once per queue, deliver that, exit.")
         ending.add_argument("--drain", action="store_true", help="Deliver until nothing is due now, exit.")
 
     def handle(self, **options: Any) -> None:
-        """Run one relay in this process; exits with its code."""
+        """Run one relay in this process, or several under a supervisor; exits with its code."""
         settings = get_settings()
         using = options["database"] or settings.database
         if using not in connections:
@@ -74,36 +81,56 @@ class Command(BaseCommand):
         threads = options["threads"]
         if threads is not None and not 1 <= threads <= 1_000:
             raise CommandError(f"--threads is {threads}; it must lie between 1 and 1000.")
+        processes = options["processes"]
+        if processes is not None:
+            if not 1 <= processes <= 100:
+                raise CommandError(f"--processes is {processes}; it must lie between 1 and 100.")
+            if processes > 1 and connections[using].vendor == "sqlite":
+                raise CommandError(
+                    f"--processes is {processes}, but {using!r} is an SQLite database, which serves one relay process."
+                    " Leave the option out, and use --threads, or PostgreSQL."
+                )
         mode: Mode = "once" if options["once"] else "drain" if options["drain"] else "serve"
-        show = _Progress(self, using) if mode == "drain" and self.stdout.isatty() and options["verbosity"] else None
-        relay = Relay(using=using, threads=threads, mode=mode, progress=show)
-        self._introduce(relay, options["verbosity"])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: relay.stop())
-        # What start-up made stays for the process's life, and rows come by the hundred: looking
-        # through all of it every few rows would cost a seventh of the relay's time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 50)
-        code = relay.run()
-        if show is not None:
-            show.close()
+        ensure_logging()
+        if processes is None:
+            counts, code = self._run_relay(using, threads, mode, options["verbosity"])
+        else:
+            counts, code = self._run_supervisor(using, threads, mode, options["verbosity"], processes)
         if options["verbosity"]:
-            words = ", ".join(f"{count:,} {name}" for name, count in sorted(relay.counts.items())) or "nothing to do"
+            words = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())) or "nothing to do"
             self.stdout.write(f"Relay ended: {words}.")
         self.stdout.flush()
         if code:
             sys.exit(code)
 
-    def _introduce(self, relay: Relay, verbosity: int) -> None:
-        if not logging.getLogger("django_outbox").hasHandlers():
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        if not verbosity:
-            return
+    def _run_relay(self, using: str, threads: int | None, mode: Mode, verbosity: int) -> tuple[Counter[str], int]:
+        show = _Progress(self, using) if mode == "drain" and self.stdout.isatty() and verbosity else None
+        relay = Relay(using=using, threads=threads, mode=mode, progress=show)
+        if verbosity:
+            self._introduce(relay, f"Outbox relay {relay.holder}")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: relay.stop())
+        tune_collector()
+        code = relay.run()
+        if show is not None:
+            show.close()
+        return relay.counts, code
+
+    def _run_supervisor(
+        self, using: str, threads: int | None, mode: Mode, verbosity: int, processes: int
+    ) -> tuple[Counter[str], int]:
+        if verbosity:
+            # It is never run; it knows what the ones in the other processes will serve.
+            self._introduce(Relay(using=using, threads=threads), f"Outbox relays, {processes} under a supervisor,")
+        supervisor = Supervisor(processes=processes, using=using, threads=threads, mode=mode)
+        code = supervisor.run()
+        return supervisor.counts, code
+
+    def _introduce(self, relay: Relay, who: str) -> None:
         queue = relay.queue_settings
         database = connections[relay.using]
         lines = [
-            f"Outbox relay {relay.holder} on database {relay.using!r} ({database.display_name})",
+            f"{who} on database {relay.using!r} ({database.display_name})",
             (
                 f"  queue {relay.queue.name}: {relay.threads} threads, lease {queue.lease_seconds:g} s,"
                 f" time limit {queue.timeout_seconds:g} s, {queue.max_attempts} attempts,"
