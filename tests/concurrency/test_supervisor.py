@@ -21,6 +21,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from django_outbox.models import OutboxEvent
+from django_outbox.relay import Supervisor
 from tests.concurrency.helpers import StartRelay, emit, eventually
 from tests.concurrency.stage import Stage
 from tests.conftest import StartPython
@@ -260,6 +261,31 @@ def test_a_relay_that_does_not_answer_is_told_of_and_killed_at_the_end_of_a_stop
     relays.wait_for("relay does not answer process=1")
     assert relays.stop() == 0, relays.said
     assert f"relay did not stop and is killed process=1 pid={relay}" in relays.said
+
+
+def test_pauses_double_to_half_a_minute_and_are_short_again_after_a_minute_of_life() -> None:
+    supervisor = Supervisor(processes=1, using="default", threads=None, mode="serve")
+    (place,) = supervisor._places
+    place.started = 999.0
+    for pause in (0.5, 1, 2, 4, 8, 16, 30, 30, *[30] * 3_000):
+        supervisor._again(place, 1_000.0)
+        assert place.start_at is not None
+        assert 1_000 + pause <= place.start_at <= 1_000 + pause * 1.25
+    place.started = 1_000.0
+    supervisor._again(place, 1_060.0)
+    assert place.start_at is not None
+    assert place.start_at < 1_061
+
+
+def test_a_relay_that_only_dies_is_given_up_where_it_was_to_end_by_itself() -> None:
+    supervisor = Supervisor(processes=1, using="default", threads=None, mode="drain")
+    (place,) = supervisor._places
+    for _ in range(9):
+        supervisor._again(place, 0.0)
+        assert not place.over
+    supervisor._again(place, 0.0)
+    assert place.over
+    assert supervisor.run() == 1
 
 
 @pytest.mark.sqlite
