@@ -97,12 +97,12 @@ class EventRun:
         "using",
     )
 
-    def __init__(self, lease: engine.Lease, *, using: str, in_child: bool = False) -> None:
+    def __init__(self, lease: engine.Lease, *, using: str) -> None:
         content = lease.content
         self.lease = lease
         self.using = using
         self.type: str = content["type"]
-        self.careful = lease.suspect or lease.lost_leases > 0 or in_child
+        self.careful = lease.suspect or lease.lost_leases > 0
         self.lost = False
         self.interrupted = False
         # Rows of one type mostly bear one and the same text here.
@@ -169,11 +169,6 @@ class EventRun:
         """Whether no handler is running or left to run."""
         with self._lock:
             return not self._running and (not self._queue or self.lost or self.interrupted)
-
-    @property
-    def started(self) -> bool:
-        """Whether any handler of it runs or ran."""
-        return bool(self._running or self.delivered or self._errors)
 
     def _mark(self, handler: Handler) -> bool:
         """

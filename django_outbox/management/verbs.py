@@ -25,7 +25,9 @@ from django_outbox.errors import InvalidEventType, InvalidHandlerName
 from django_outbox.lease import Queue, Report
 
 __all__ = [
+    "HelpFormatter",
     "OutboxCommand",
+    "add_selection",
     "check_filters",
     "duration_seconds",
     "event_ids",
@@ -37,8 +39,24 @@ QUEUES: Final = {events.EVENTS.name: events.EVENTS}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-class _HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of description and examples."""
+
+
+def add_selection(parser: CommandParser, *, status: Iterable[str], handler: str, everything: str) -> None:
+    """Add the arguments by which an operator says which events are meant."""
+    parser.add_argument("ids", nargs="*", metavar="ID", help="ids of events")
+    parser.add_argument(
+        "--status",
+        action="append",
+        default=None,
+        metavar="STATUS",
+        help=f"only events in this status, now: {', '.join(status)}; may be repeated",
+    )
+    parser.add_argument("--type", help="only events of this type")
+    parser.add_argument("--handler", metavar="NAME", help=handler)
+    parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
+    parser.add_argument("--all", action="store_true", dest="everything", help=everything)
 
 
 class OutboxCommand(BaseCommand):
@@ -50,7 +68,7 @@ class OutboxCommand(BaseCommand):
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return a parser whose help ends with examples."""
         return super().create_parser(
-            prog_name, subcommand, **{"formatter_class": _HelpFormatter, "epilog": self.examples, **kwargs}
+            prog_name, subcommand, **{"formatter_class": HelpFormatter, "epilog": self.examples, **kwargs}
         )
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -529,10 +529,8 @@ class Relay:
         mean = sum(flight.elapsed for flight, _ in batch) / len(batch)
         self._row_seconds += (mean - self._row_seconds) * min(1.0, len(batch) / 50)
         self._land([flight for flight, _ in batch])
-        if any(status in {"waiting", "dead"} for status in written.values()):
-            # It may fall due before the claim loop would look again.
-            self._signal.set()
-        elif events.EVENTS.announcement and "failed" in written.values():
+        if any(status != "done" for status in written.values()):
+            # It may fall due, or its announcement is, before the claim loop would look again.
             self._signal.set()
 
     def _reclaimed(self, lost: Collection[engine.Lease], fences: Mapping[engine.Lease, int]) -> set[engine.Lease]:

@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from django_outbox.lease import DISCARDABLE, discard
-from django_outbox.management.verbs import OutboxCommand, check_filters, event_ids, plural, positive
+from django_outbox.management.verbs import OutboxCommand, add_selection, check_filters, event_ids, plural, positive
 
 
 class Command(OutboxCommand):
@@ -32,18 +32,9 @@ examples:
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the arguments."""
         super().add_arguments(parser)
-        parser.add_argument("ids", nargs="*", metavar="ID", help="ids of events")
-        parser.add_argument(
-            "--status",
-            action="append",
-            default=None,
-            metavar="STATUS",
-            help=f"only events in this status, now: {', '.join(DISCARDABLE)}; may be repeated",
+        add_selection(
+            parser, status=DISCARDABLE, handler="close only what is owed to this handler", everything="all dead events"
         )
-        parser.add_argument("--type", help="only events of this type")
-        parser.add_argument("--handler", metavar="NAME", help="close only what is owed to this handler")
-        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
-        parser.add_argument("--all", action="store_true", dest="everything", help="all dead events")
         parser.add_argument(
             "--no-input", "--noinput", action="store_false", dest="interactive", help="do not ask for confirmation"
         )

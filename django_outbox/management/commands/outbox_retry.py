@@ -8,7 +8,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from django_outbox import events
 from django_outbox.lease import RETRYABLE, rename_handler, retry
-from django_outbox.management.verbs import OutboxCommand, check_filters, event_ids, positive
+from django_outbox.management.verbs import OutboxCommand, add_selection, check_filters, event_ids, positive
 
 
 class Command(OutboxCommand):
@@ -34,23 +34,17 @@ examples:
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the arguments."""
         super().add_arguments(parser)
-        parser.add_argument("ids", nargs="*", metavar="ID", help="ids of events")
-        parser.add_argument(
-            "--status",
-            action="append",
-            default=None,
-            metavar="STATUS",
-            help=f"only events in this status, now: {', '.join(RETRYABLE)}; may be repeated",
+        add_selection(
+            parser,
+            status=RETRYABLE,
+            handler="only events that are owed to this handler",
+            everything="all dead and failed events",
         )
-        parser.add_argument("--type", help="only events of this type")
-        parser.add_argument("--handler", metavar="NAME", help="only events that are owed to this handler")
         parser.add_argument(
             "--rename-handler",
             metavar="OLD=NEW",
             help="re-point what is owed to the handler OLD at NEW, and make it due now",
         )
-        parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
-        parser.add_argument("--all", action="store_true", dest="everything", help="all dead and failed events")
 
     def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Run the verb and report."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections import Counter
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.events import EVENTS, registry
+from django_outbox.management.verbs import HelpFormatter
 from django_outbox.relay import Mode, Relay, Supervisor, ensure_logging, tune_collector
 
 EPILOG = """
@@ -32,10 +33,6 @@ exit codes:
 """
 
 
-class _Formatter(DjangoHelpFormatter, RawDescriptionHelpFormatter):
-    """Django's order of flags, with the line breaks of the examples."""
-
-
 class Command(BaseCommand):
     """Parse, print, and let the relay work."""
 
@@ -43,7 +40,7 @@ class Command(BaseCommand):
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Keep the examples' line breaks."""
-        return super().create_parser(prog_name, subcommand, epilog=EPILOG, formatter_class=_Formatter, **kwargs)
+        return super().create_parser(prog_name, subcommand, epilog=EPILOG, formatter_class=HelpFormatter, **kwargs)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the flags."""
