@@ -151,6 +151,23 @@ def test_a_claim_reads_due_rows_alone_through_the_partial_indexes(raw_connect: R
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 250, plan
 
 
+def test_a_claim_from_a_long_backlog_looks_its_rows_up_by_their_ids(raw_connect: RawConnect) -> None:
+    """
+    20,000 rows pending, and the planner knows it.
+
+    It cannot know how few of them a claim takes, and would read the whole table to join them.
+    """
+    session = raw_connect()
+    insert(20_000)
+    session.execute(f"VACUUM ANALYZE {TABLE}")
+    plan = _claim_plan(500)
+    scans = [node for node in _nodes(plan) if node.get("Relation Name") == TABLE]
+    assert {node["Node Type"] for node in scans} == {"Index Scan", "ModifyTable"}, plan
+    assert (
+        sum(node["Actual Rows"] * node["Actual Loops"] for node in scans if node["Node Type"] == "Index Scan") == 1_000
+    )
+
+
 def test_looking_for_the_next_due_time_reads_the_head_of_each_index(raw_connect: RawConnect) -> None:
     session = raw_connect()
     _fill(session, done=1_000, dead=5_000, waiting=5_000)
