@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from django.conf import settings as django_settings
 from django.core.signals import setting_changed
@@ -20,7 +20,15 @@ from django.core.signals import setting_changed
 from django_outbox.errors import InvalidSettings
 from django_outbox.retry import JITTER, Schedule
 
-__all__ = ["OutboxSettings", "Problem", "QueueSettings", "get_settings", "problems", "setting_fields"]
+__all__ = [
+    "OutboxSettings",
+    "Problem",
+    "QueueSettings",
+    "get_settings",
+    "problems",
+    "queue_classes",
+    "setting_fields",
+]
 
 Kind = Literal["bool", "count", "seconds", "text", "module", "queue"]
 
@@ -57,6 +65,15 @@ def _setting(
             "doc": doc,
         },
     )
+
+
+def _queue(doc: str) -> dict[str, Any]:
+    """
+    Return the metadata of a queue's settings.
+
+    The field's ``default_factory`` is their class: a queue with defaults or keys of its own has one of its own.
+    """
+    return {"kind": "queue", "doc": doc, "unit": "", "optional": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +168,7 @@ class OutboxSettings:
     handlers_module: str = _setting(
         "module", default="outbox_handlers", doc="Module looked for in every installed app."
     )
-    events: QueueSettings = field(
-        default_factory=QueueSettings,
-        metadata={"kind": "queue", "doc": "The events queue.", "unit": "", "optional": False},
-    )
+    events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +183,15 @@ class Problem:
 def setting_fields(cls: type[OutboxSettings | QueueSettings] = OutboxSettings) -> dict[str, Field[Any]]:
     """Return the setting keys as users write them, with the field behind each."""
     return {entry.name.upper(): entry for entry in fields(cls)}
+
+
+def queue_classes() -> dict[str, type[QueueSettings]]:
+    """Return the class of each queue's settings by the key that holds them, such as ``EVENTS``."""
+    return {
+        key: cast("type[QueueSettings]", entry.default_factory)
+        for key, entry in setting_fields().items()
+        if entry.metadata["kind"] == "queue"
+    }
 
 
 def problems(raw: object) -> list[Problem]:
@@ -204,14 +227,10 @@ setting_changed.connect(_forget, dispatch_uid="django_outbox.conf")
 
 
 def _build(raw: Mapping[str, Any]) -> OutboxSettings:
-    values: dict[str, Any] = {}
-    for key, entry in setting_fields().items():
+    values = {key.lower(): value for key, value in raw.items()}
+    for key, cls in queue_classes().items():
         if key in raw:
-            values[entry.name] = (
-                QueueSettings(**{name.lower(): value for name, value in raw[key].items()})
-                if entry.metadata["kind"] == "queue"
-                else raw[key]
-            )
+            values[key.lower()] = cls(**{name.lower(): value for name, value in raw[key].items()})
     return OutboxSettings(**values)
 
 
@@ -224,7 +243,7 @@ def _problems(raw: Mapping[Any, Any], cls: type[OutboxSettings | QueueSettings],
         elif known[key].metadata["kind"] != "queue":
             yield from _value_problems(path, value, known[key].metadata)
         elif isinstance(value, Mapping):
-            yield from _problems(value, QueueSettings, path)
+            yield from _problems(value, queue_classes()[key], path)
         else:
             yield _not_a_dict(value, path)
 
@@ -234,8 +253,9 @@ def _not_a_dict(value: object, where: str) -> Problem:
 
 
 def _hint_for_unknown(key: str, known: Mapping[str, Field[Any]]) -> str:
-    if key in setting_fields(QueueSettings) and key not in known:
-        return f'It belongs to a queue: OUTBOX["EVENTS"]["{key}"].'
+    for queue, cls in queue_classes().items():
+        if key in setting_fields(cls) and key not in known:
+            return f'It belongs to a queue: OUTBOX["{queue}"]["{key}"].'
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
 
@@ -265,7 +285,8 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
             f'OUTBOX["DATABASE"] is {built.database!r}, which is not in DATABASES.',
             f"Use one of: {', '.join(sorted(django_settings.DATABASES))}.",
         )
-    for name, queue in (("EVENTS", built.events),):
+    for name in queue_classes():
+        queue: QueueSettings = getattr(built, name.lower())
         where = f'OUTBOX["{name}"]'
         if queue.retry_cap_seconds < queue.retry_base_seconds:
             yield Problem(
