@@ -52,11 +52,16 @@ def drain(*, queues: Sequence[str] = _QUEUES, using: str | None = None) -> Count
                 run.finish(handler, run.invoke(handler, timeout=limit, savepoint=True))
                 # In one thread a slow handler must not cost its neighbours their leases.
                 if time.monotonic() > leases[-1].deadline - seconds * 2 / 3:
-                    engine.renew({each: {} for each in leases}, lease_seconds=seconds, using=alias)
-            written = engine.settle(
-                [run.settled()], schedule=settings.events.schedule, using=alias, announce=events.announcement
-            )
-            counts[written.get(lease.id, "lost")] += 1
+                    engine.renew({each: {} for each in leases}, using=alias)
+            settled = run.settled()
+            while True:
+                written = engine.settle(
+                    [settled], schedule=settings.events.schedule, using=alias, announce=events.announcement
+                )
+                if (status := written.get(lease.id, "lost")) != engine.LOCKED:
+                    break
+                time.sleep(0.05)  # another session's transaction has the row
+            counts[status] += 1
         if counts.total() >= _ROW_LIMIT:
             raise RuntimeError(f"drain() delivered {_ROW_LIMIT} rows and more are due; a handler emits without end.")
     return counts

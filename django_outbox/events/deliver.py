@@ -380,7 +380,7 @@ class EventRun:
             elif parked:
                 outcome = engine.Park(spent=self._parked_for(parked) >= get_settings().park_for_seconds)
             elif any(self._failures[name].get("lost") for name in final):
-                outcome = engine.Lost()
+                outcome = engine.Dead()
             else:
                 outcome = engine.Fail()
             reasons = self._errors or {name: self._failures[name]["error"] for name in left if name in self._failures}

@@ -41,6 +41,8 @@ CLAIM_LIMIT: Final = 500
 IN_FLIGHT_LIMIT: Final = 1_500
 SETTLE_LIMIT: Final = 500
 SETTLE_GATHER_SECONDS: Final = 0.005
+LOCKED_AGAIN_SECONDS: Final = 0.25
+"""An outcome whose row somebody else has locked is tried again with the next ones, or after this long."""
 PREFETCH_SECONDS: Final = 0.5
 """Rows are claimed ahead for about this long, by the measured time of a row."""
 EMPTY_FLOOR_SECONDS: Final = 0.05
@@ -129,6 +131,8 @@ class Relay:
         self._slots: list[_Slot] = []
         self._stuck: list[_Slot] = []
         self._outcomes: queue.SimpleQueue[tuple[_Flight, engine.Settled] | None] = queue.SimpleQueue()
+        self._locked: list[tuple[_Flight, engine.Settled]] = []
+        """Outcomes of rows that somebody else has locked; the settler's own."""
         self._isolated: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._isolator: threading.Thread | None = None
         self._child: Child | None = None
@@ -479,7 +483,10 @@ class Relay:
         ending = False
         while not ending:
             # What gathered while the last batch was written is the next batch.
-            waiting = [self._outcomes.get()]
+            try:
+                waiting = [self._outcomes.get(timeout=LOCKED_AGAIN_SECONDS if self._locked else None)]
+            except queue.Empty:
+                waiting = []
             if self._ready:
                 # More are about to end: a statement for many costs little more than for one.
                 time.sleep(SETTLE_GATHER_SECONDS)
@@ -487,7 +494,8 @@ class Relay:
                 while len(waiting) < SETTLE_LIMIT:
                     waiting.append(self._outcomes.get_nowait())
             ending = None in waiting
-            if batch := [item for item in waiting if item is not None]:
+            batch, self._locked = [*self._locked, *(item for item in waiting if item is not None)], []
+            if batch:
                 self._settle(batch)
 
     def _settle(self, batch: Sequence[tuple[_Flight, engine.Settled]]) -> None:
@@ -513,6 +521,11 @@ class Relay:
                 time.sleep(wait)
                 wait, again = min(wait * 2, FAILED_FLOOR_SECONDS), True
         self._database_works()
+        if locked := [item for item in batch if written.get(item[1].lease.id) == engine.LOCKED]:
+            self._locked += locked
+            batch = [item for item in batch if written.get(item[1].lease.id) != engine.LOCKED]
+            if not batch:
+                return
         lost = {lease for lease in fences if lease.id not in written}
         if reclaimed := self._reclaimed(lost, fences):
             self._settle([item for item in batch if item[1].lease in reclaimed])
@@ -607,7 +620,7 @@ class Relay:
         try:
             if started:
                 fences = {lease: lease.fence for lease in started}
-                lost = engine.renew(started, lease_seconds=lease_seconds, using=self.using)
+                lost = engine.renew(started, using=self.using)
                 for lease in set(lost) - self._reclaimed(lost, fences):
                     run = flights[lease].run
                     if run is not None:
