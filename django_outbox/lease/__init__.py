@@ -22,14 +22,15 @@ from django_outbox.lease.insert import insert_events
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
 from django_outbox.lease.rows import (
     Clock,
+    Dead,
     Done,
     Fail,
     Lease,
-    Lost,
     NewRow,
     Outcome,
     Park,
     Queue,
+    Released,
     Report,
     Retry,
     Settled,
@@ -37,24 +38,26 @@ from django_outbox.lease.rows import (
     new_id,
     new_ids,
 )
-from django_outbox.lease.settle import REFUSED_TEXT, record, release, renew, settle
+from django_outbox.lease.settle import LOCKED, REFUSED_TEXT, record, release, renew, settle
 from django_outbox.lease.vendors import shift_clock
 
 __all__ = [
     "DISCARDABLE",
+    "LOCKED",
     "REFUSED_TEXT",
     "RETRYABLE",
     "Backlog",
     "Claimer",
     "Clock",
+    "Dead",
     "Done",
     "Fail",
     "Lease",
-    "Lost",
     "NewRow",
     "Outcome",
     "Park",
     "Queue",
+    "Released",
     "Report",
     "Retry",
     "Settled",

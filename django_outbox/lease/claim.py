@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from django.db import connections
 
 from django_outbox.lease.rows import Clock, Lease, Queue
-from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, dialect_of, table_of, write_transaction
+from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, dialect_of, statement, table_of, write_transaction
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+_NO_SCOPE: Final[Mapping[str, Any]] = MappingProxyType({})
 _SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
 
 LEASED_SEEN: Final = 500
@@ -45,9 +49,21 @@ class Claimer:
         """Whether the last claim was ended by its limit or a quota, so that more may be due."""
         self._turn = 0
 
-    def claim(self, limit: int, *, lease_seconds: float, max_bytes: int = 8 * 2**20) -> list[Lease]:
+    def claim(
+        self,
+        limit: int,
+        *,
+        lease_seconds: float,
+        max_bytes: int = 8 * 2**20,
+        scope: Mapping[str, Any] = _NO_SCOPE,
+        spare_expired: bool = False,
+    ) -> list[Lease]:
         """
         Lease up to ``limit`` due rows, and no more than ``max_bytes`` of content (but always one row).
+
+        ``scope``: only rows with these values in these columns, which lead the queue's
+        partial indexes. ``spare_expired`` leaves out rows whose lease ran out, for a relay
+        that comes back from an outage which was everybody's.
 
         A row is due when its status says so and no live lease is on it. The attempt is
         counted here, not when it fails: a row that kills its relay would otherwise come
@@ -66,6 +82,7 @@ class Claimer:
             order=(first, second),
             lease_seconds=lease_seconds,
             max_bytes=max_bytes,
+            narrowed=_Narrowed.of(scope, spare_expired=spare_expired, connection=connection),
         )
         rows = find(dead=dead)
         if not rows and not dead:
@@ -93,6 +110,7 @@ class Claimer:
                     quiet=bool(quiet),
                     was_dead=bool(was_dead),
                     clock=clock,
+                    seconds=lease_seconds,
                     deadline=started + lease_seconds,
                     content=dict(zip(extra, row[10:], strict=True)),
                 )
@@ -114,71 +132,15 @@ class Claimer:
         order: tuple[str, str],
         lease_seconds: float,
         max_bytes: int,
+        narrowed: _Narrowed,
     ) -> list[tuple[Any, ...]]:
-        """
-        Claim in one statement.
-
-        Every scan is an ordered walk of its own partial index that stops at its limit, so
-        the cost depends on neither finished rows nor rows due later. The scans are
-        MATERIALIZED: inlined, the planner may run a locking subquery twice and claim more
-        than its limit. The update touches no indexed column, so it is a HOT update.
-        """
-        sql_dialect = POSTGRES
-        table = table_of(self.queue, connection)
-        bulk = self.queue.bulk
-        # Only a compressed value can be much larger in memory than on its page.
-        size = (
-            f"CASE WHEN pg_column_compression({bulk}) IS NULL THEN pg_column_size({bulk})"
-            f" ELSE octet_length({bulk}::text) END"
-        )
-        scans = []
-        for position, (name, taken) in enumerate((("dead", ()), (order[0], ("dead",)), (order[1], ("dead", order[0])))):
-            due, key = SCANS[name]
-            room = "%s" + "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in taken)
-            scans.append(f"""
-                {name}_rows AS MATERIALIZED (
-                    SELECT id, leased_by, {(position - 1) % 3} AS scan, {key} AS due, {size} AS size
-                    FROM {table}
-                    WHERE {due.format(now=sql_dialect.now)}
-                      AND (lease_until IS NULL OR lease_until <= {sql_dialect.now})
-                    ORDER BY {key}, id
-                    LIMIT {room}
-                    {sql_dialect.lock_skipping}
-                )""")
         # A lost claim is a redelivery and never a loss, so its commit need not wait for the
         # disk. Inside a caller's transaction (a test's) that would weaken more than the claim.
-        commit = "'on'" if connection.in_atomic_block else "set_config('synchronous_commit', 'off', true)"
-        shared = ", ".join(f"e.{name}" for name in _SHARED)
-        content = "".join(f", {_content(name, 'e', sql_dialect)}" for name in self.queue.content)
-        sql = f"""
-            WITH {",".join(scans)},
-            picked AS (
-                SELECT *, row_number() OVER reading AS place, sum(size) OVER reading - size AS before
-                FROM (SELECT * FROM dead_rows UNION ALL SELECT * FROM pending_rows
-                      UNION ALL SELECT * FROM waiting_rows) AS due_rows
-                WINDOW reading AS (ORDER BY scan, due, id ROWS UNBOUNDED PRECEDING)
-            ),
-            chosen AS (
-                -- By way of arrays, since the planner takes an array for ten rows: it then looks
-                -- each id up in the primary key. Its guess for a LIMIT that it cannot read is a
-                -- tenth of all pending rows, for which it would read the whole table, every time.
-                SELECT p.*
-                FROM (
-                    SELECT array_agg(id ORDER BY place) AS ids, array_agg(leased_by ORDER BY place) AS holders
-                    FROM picked WHERE before < %s
-                ) AS lists, unnest(ids, holders) WITH ORDINALITY AS p(id, leased_by, place)
-            ),
-            commit_mode AS MATERIALIZED (SELECT {commit})
-            UPDATE {table} AS e
-            SET attempts = e.attempts + 1, fence = e.fence + 1, leased_by = %s,
-                lease_until = {sql_dialect.after("%s")}
-            FROM chosen AS p, commit_mode
-            WHERE e.id = p.id
-            RETURNING {shared},
-                {sql_dialect.epoch(f"({sql_dialect.now} - coalesce(e.not_before, e.created_at))")},
-                e.dead_at IS NOT NULL, {sql_dialect.epoch(sql_dialect.now)}, p.leased_by{content}, p.place"""
+        lazy = not connection.in_atomic_block
+        sql = _postgres_claim(self.queue, table_of(self.queue, connection), order, lazy, narrowed.sql)
+        where = narrowed.params
         with connection.cursor() as cursor:
-            cursor.execute(sql, [dead, limit, limit, max_bytes, self.holder, lease_seconds])
+            cursor.execute(sql, [*where, dead, *where, limit, *where, limit, max_bytes, self.holder, lease_seconds])
             rows = cursor.fetchall()
         rows.sort(key=_last)
         return [row[:-1] for row in rows]
@@ -192,19 +154,19 @@ class Claimer:
         order: tuple[str, str],
         lease_seconds: float,
         max_bytes: int,
+        narrowed: _Narrowed,
     ) -> list[tuple[Any, ...]]:
         """Claim under the write lock, which is taken only when a read finds something due."""
         dialect = SQLITE
         table = table_of(self.queue, connection)
-        free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
-        due = {name: condition.format(now=dialect.now) for name, (condition, _) in SCANS.items()}
-        probe = " OR ".join(
-            f"EXISTS (SELECT 1 FROM {table} WHERE {condition} AND {free})" for condition in due.values()
-        )
+        due = {
+            name: f"{condition.format(now=dialect.now)} AND {narrowed.sql}" for name, (condition, _) in SCANS.items()
+        }
+        probe = " OR ".join(f"EXISTS (SELECT 1 FROM {table} WHERE {condition})" for condition in due.values())
         shared = ", ".join(_SHARED)
         content = "".join(f", {_content(name, '', dialect)}" for name in self.queue.content)
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {probe}", [])
+            cursor.execute(f"SELECT {probe}", narrowed.params * 3)
             if not cursor.fetchone()[0]:
                 return []
         picked: list[tuple[Any, ...]] = []
@@ -217,9 +179,9 @@ class Claimer:
                             {dialect.epoch(dialect.now)} - {dialect.epoch("coalesce(not_before, created_at)")},
                             dead_at IS NOT NULL, {dialect.epoch(dialect.now)}, leased_by{content},
                             length({self.queue.bulk})
-                        FROM {table} WHERE {due[name]} AND {free}
+                        FROM {table} WHERE {due[name]}
                         ORDER BY {SCANS[name][1]}, id LIMIT %s""",
-                    [dead if name == "dead" else room],
+                    [*narrowed.params, min(room, dead) if name == "dead" else room],
                 )
                 scans[name] = cursor.fetchall()
                 room -= len(scans[name])
@@ -238,6 +200,92 @@ class Claimer:
         return picked
 
 
+@dataclass(frozen=True, slots=True)
+class _Narrowed:
+    """Which of a scan's rows count: the free ones, in the scope."""
+
+    sql: str
+    params: list[Any]
+
+    @classmethod
+    def of(cls, scope: Mapping[str, Any], *, spare_expired: bool, connection: BaseDatabaseWrapper) -> _Narrowed:
+        dialect = dialect_of(connection)
+        names = [connection.ops.quote_name(name) for name in scope]
+        free = "lease_until IS NULL" if spare_expired else f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+        return cls(
+            " AND ".join([*(f"{name} = %s" for name in names), free]),
+            [dialect.param(value) for value in scope.values()],
+        )
+
+
+@statement
+def _postgres_claim(
+    queue: Queue,
+    table: str,
+    order: tuple[str, str],
+    lazy_commit: bool,  # noqa: FBT001  positional, for the cache
+    narrowed: str,
+) -> str:
+    """
+    Return the claim as one statement.
+
+    Every scan is an ordered walk of its own partial index that stops at its limit, so
+    the cost depends on neither finished rows nor rows due later. The scans are
+    MATERIALIZED: inlined, the planner may run a locking subquery twice and claim more
+    than its limit. The update touches no indexed column, so it is a HOT update.
+    """
+    dialect = POSTGRES
+    bulk = queue.bulk
+    # Only a compressed value can be much larger in memory than on its page.
+    size = (
+        f"CASE WHEN pg_column_compression({bulk}) IS NULL THEN pg_column_size({bulk})"
+        f" ELSE octet_length({bulk}::text) END"
+    )
+    scans = []
+    for position, (name, taken) in enumerate((("dead", ()), (order[0], ("dead",)), (order[1], ("dead", order[0])))):
+        due, key = SCANS[name]
+        room = "%s" + "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in taken)
+        scans.append(f"""
+            {name}_rows AS MATERIALIZED (
+                SELECT id, leased_by, {(position - 1) % 3} AS scan, {key} AS due, {size} AS size
+                FROM {table}
+                WHERE {due.format(now=dialect.now)} AND {narrowed}
+                ORDER BY {key}, id
+                LIMIT {room}
+                {dialect.lock_skipping}
+            )""")
+    commit = "set_config('synchronous_commit', 'off', true)" if lazy_commit else "'on'"
+    shared = ", ".join(f"e.{name}" for name in _SHARED)
+    content = "".join(f", {_content(name, 'e', dialect)}" for name in queue.content)
+    return f"""
+        WITH {",".join(scans)},
+        picked AS (
+            SELECT *, row_number() OVER reading AS place, sum(size) OVER reading - size AS before
+            FROM (SELECT * FROM dead_rows UNION ALL SELECT * FROM pending_rows
+                  UNION ALL SELECT * FROM waiting_rows) AS due_rows
+            WINDOW reading AS (ORDER BY scan, due, id ROWS UNBOUNDED PRECEDING)
+        ),
+        chosen AS (
+            -- By way of arrays, since the planner takes an array for ten rows: it then looks
+            -- each id up in the primary key. Its guess for a LIMIT that it cannot read is a
+            -- tenth of all pending rows, for which it would read the whole table, every time.
+            SELECT p.*
+            FROM (
+                SELECT array_agg(id ORDER BY place) AS ids, array_agg(leased_by ORDER BY place) AS holders
+                FROM picked WHERE before < %s
+            ) AS lists, unnest(ids, holders) WITH ORDINALITY AS p(id, leased_by, place)
+        ),
+        commit_mode AS MATERIALIZED (SELECT {commit})
+        UPDATE {table} AS e
+        SET attempts = e.attempts + 1, fence = e.fence + 1, leased_by = %s,
+            lease_until = {dialect.after("%s")}
+        FROM chosen AS p, commit_mode
+        WHERE e.id = p.id
+        RETURNING {shared},
+            {dialect.epoch(f"({dialect.now} - coalesce(e.not_before, e.created_at))")},
+            e.dead_at IS NOT NULL, {dialect.epoch(dialect.now)}, p.leased_by{content}, p.place"""
+
+
 def _last(row: tuple[Any, ...]) -> Any:
     return row[-1]
 
@@ -252,7 +300,14 @@ def _content(name: str, alias: str, dialect: Dialect) -> str:
     return column
 
 
-def next_due_seconds(queue: Queue, *, using: str) -> float | None:
+def next_due_seconds(
+    queue: Queue,
+    *,
+    using: str,
+    scope: Mapping[str, Any] = _NO_SCOPE,
+    excluding: Mapping[str, Sequence[Any]] = _NO_SCOPE,
+    spare_expired: bool = False,
+) -> float | None:
     """
     Return the seconds until a row can be claimed, 0 when one can be now, or ``None``.
 
@@ -260,20 +315,34 @@ def next_due_seconds(queue: Queue, *, using: str) -> float | None:
     that was killed is succeeded then, without waiting for a poll. Asked after a claim
     that found nothing more, it also sees what has fallen due since. Reads the first free
     entry of each scan, and at most `LEASED_SEEN` leased ones: nothing but those is before it.
+
+    ``scope`` and ``spare_expired`` as in a claim; ``excluding``: no rows with one of these
+    values in these columns.
     """
     connection = connections[using]
     dialect = dialect_of(connection)
-    table = table_of(queue, connection)
-    free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+    narrowed = _Narrowed.of(scope, spare_expired=spare_expired, connection=connection)
+    given = {name: values for name, values in excluding.items() if values}
+    left_out = "".join(
+        f" AND {connection.ops.quote_name(name)} NOT IN ({', '.join(['%s'] * len(values))})"
+        for name, values in given.items()
+    )
+    params = [*narrowed.params, *(dialect.param(value) for values in given.values() for value in values)]
+    in_scope = "".join(f" AND {connection.ops.quote_name(name)} = %s" for name in scope) + left_out
+    sql = _next_due(dialect, table_of(queue, connection), narrowed.sql + left_out, in_scope)
+    with connection.cursor() as cursor:
+        cursor.execute(sql, params * 6)
+        seconds = [float(value) for value in cursor.fetchone() if value is not None]
+    return max(0.0, min(seconds)) if seconds else None
+
+
+@statement
+def _next_due(dialect: Dialect, table: str, free: str, in_scope: str) -> str:
     moments = []
     for name, (condition, order) in SCANS.items():
         scan = f"status = '{name}'" + (" AND due_at IS NOT NULL" if name == "dead" else "")
         moments.append(f"(SELECT {order} FROM {table} WHERE {scan} AND {free} ORDER BY {order}, id LIMIT 1)")
         moments.append(f"""(SELECT min(lease_until) FROM (
-            SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}
+            SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)}{in_scope}
             ORDER BY {order}, id LIMIT {LEASED_SEEN}) AS {name}_rows WHERE lease_until > {dialect.now})""")
-    left = ", ".join(f"{dialect.epoch(moment)} - {dialect.epoch(dialect.now)}" for moment in moments)
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {left}", [])
-        seconds = [float(value) for value in cursor.fetchone() if value is not None]
-    return max(0.0, min(seconds)) if seconds else None
+    return "SELECT " + ", ".join(f"{dialect.epoch(moment)} - {dialect.epoch(dialect.now)}" for moment in moments)

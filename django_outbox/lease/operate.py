@@ -159,6 +159,11 @@ def _operate(
 ) -> Report:
     """Apply ``change`` to rows in chunks, each in a transaction of its own, and wake the relays."""
     report = Report()
+    if (selection.handler is not None and not queue.handlers) or (
+        selection.type is not None and "type" not in queue.content
+    ):
+        # Rows of this queue have no such thing, so the filter matches none.
+        return Report(skipped=0 if selection.ids is None else len(set(selection.ids)))
     ids = _matching(queue, selection, using) if selection.ids is None else selection.ids
     chosen = list(dict.fromkeys(ids))[: selection.limit]
     if not selection.status:
@@ -183,7 +188,7 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     """
     connection = connections[using]
     dialect = dialect_of(connection)
-    narrowed, params = _narrowed(queue, selection, dialect)
+    narrowed, params = _narrowed(selection, dialect)
     table = table_of(queue, connection)
     found: list[UUID] = []
     with connection.cursor() as cursor:
@@ -198,12 +203,12 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     return found
 
 
-def _narrowed(queue: Queue, selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
+def _narrowed(selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
     """Return the conditions that the filters of an operator verb add, and their parameters."""
     sql, params = "", []
     if selection.type is not None:
         sql, params = " AND type = %s", [selection.type]
-    if selection.handler is not None and queue.handlers:
+    if selection.handler is not None:
         if isinstance(dialect, Postgres):
             sql += (
                 " AND deliveries -> %s::text = 'null'::jsonb"
@@ -225,7 +230,7 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
     table = table_of(queue, connection)
     maps = ("deliveries", "failures") if queue.handlers else ()
     content = "".join(f", {dialect.json_text(name)}" for name in maps)
-    narrowed, params = _narrowed(queue, selection, dialect)
+    narrowed, params = _narrowed(selection, dialect)
     changes: list[dict[str, Any]] = []
     leased = skipped = 0
     with write_transaction(connection, table), connection.cursor() as cursor:

@@ -70,11 +70,14 @@ class Queue:
     """Whether a row is owed to several handlers (``deliveries`` and ``failures`` columns)."""
     announcement: str
     """The type of the event that speaks of a row's death."""
+    outcome_columns: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Columns of its own that a settle may write (column → PostgreSQL type); see `Settled.columns`."""
 
     @property
     def model(self) -> type[Leasable]:
-        """The model behind the queue."""
-        return apps.get_model("django_outbox", self.model_name)
+        """The model behind the queue; a name without an app label is one of ours."""
+        label, _, name = self.model_name.rpartition(".")
+        return apps.get_model(label or "django_outbox", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ class Lease:
     quiet: bool
     was_dead: bool
     clock: Clock
+    seconds: float
+    """How long the lease was given for, and is renewed for."""
     deadline: float
     content: dict[str, Any]
 
@@ -161,23 +166,38 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """What is left has killed its process too often to be started again."""
+class Dead:
+    """Nothing more is tried by itself, not even slowly: an operator's retry alone brings the row back."""
 
 
-Outcome = Done | Retry | Park | Fail | Lost
+@dataclass(frozen=True, slots=True)
+class Released:
+    """
+    Nothing was tried, through no fault of the row's: its attempt is given back, its status and time stay.
+
+    Its holder ends such a lease with `release`; `settle` refuses it.
+    """
+
+
+Outcome = Done | Retry | Park | Fail | Dead | Released
 """The closed set of ways in which a delivery ends; `_Record.of` has the one ``match`` over it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A lease with its outcome; ``failures`` replaces the column, ``None`` leaves it."""
+    """
+    A lease with its outcome; ``failures`` replaces the column, ``None`` leaves it.
+
+    ``columns`` are values for the queue's `outcome_columns`: what is absent stays as it is, ``None``
+    is NULL. Values are text, numbers, booleans, aware datetimes, UUIDs, or JSON for a jsonb column.
+    """
 
     lease: Lease
     outcome: Outcome
     delivered: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, Any] | None = None
     error: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

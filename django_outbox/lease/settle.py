@@ -5,17 +5,37 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from django.db import DatabaseError, DataError, IntegrityError, OperationalError, connections, transaction
+from django.db import (
+    DatabaseError,
+    DataError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
 
 from django_outbox.errors import clean_error
 from django_outbox.lease.insert import insert_events
-from django_outbox.lease.rows import Done, Fail, Lease, Lost, NewRow, Park, Queue, Retry, Settled
-from django_outbox.lease.vendors import SQLite, dialect_of, table_of
+from django_outbox.lease.rows import Dead, Done, Fail, Lease, NewRow, Park, Queue, Released, Retry, Settled
+from django_outbox.lease.vendors import (
+    POSTGRES,
+    SQLITE,
+    Dialect,
+    SQLite,
+    dialect_of,
+    statement,
+    table_of,
+    write_transaction,
+)
 from django_outbox.retry import Schedule, park_seconds
 
 if TYPE_CHECKING:
@@ -24,117 +44,162 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_outbox.lease")
 
 REFUSED_TEXT: Final = "The database refused this row's outcome; the relay's log says why."
+LOCKED: Final = "locked"
+"""What `settle` answers for a row that is still its holder's, but locked by somebody else: not written yet."""
 LOST_HOLDER: Final = "lost"
 """Stands in ``leased_by`` of a released row whose last worker never settled it."""
 
 _GUARD: Final = "e.id = o.id AND e.fence = o.fence AND e.leased_by = %s AND e.status NOT IN ('done', 'failed')"
 
 
-def _guarded_update(
-    connection: BaseDatabaseWrapper,
-    queue: Queue,
-    records: Sequence[Mapping[str, Any]],
-    *,
-    holder: str,
-    columns: Mapping[str, str],
-    assignments: str,
-    params: Sequence[Any] = (),
-    lazy_commit: bool = False,
-    skip_locked: bool = False,
-) -> set[UUID]:
-    """
-    Update the rows of ``records`` that ``holder`` still holds, in one statement; return their ids.
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """A guarded update of rows of one queue and holder."""
 
-    ``columns`` names the record's fields beyond id and fence, with their PostgreSQL
-    types; ``assignments`` refers to the row as ``e`` and to its record as ``o``. The
-    primary key serves the join, in id order.
+    queue: Queue
+    holder: str
+    records: Sequence[Mapping[str, Any]]
+    columns: tuple[tuple[str, str], ...]
+    """The records' fields beyond id and fence, with their PostgreSQL types."""
+    assignments: str
+    """Refers to the row as ``e`` and to its record as ``o``."""
+
+
+def _guarded_update(
+    connection: BaseDatabaseWrapper, *updates: _Update, lazy_commit: bool = False, skip_locked: bool = False
+) -> list[set[UUID]]:
+    """
+    Update the rows that their holders still hold; return the ids of each update's.
+
+    One statement on PostgreSQL, one transaction on SQLite, however many queues. A process
+    that dies before it left the rows as they were, after it as they are now.
     """
     dialect = dialect_of(connection)
-    table = table_of(queue, connection)
-    source = dialect.records({"id": "uuid", "fence": "bigint", **columns})
-    document = json.dumps(records, separators=(",", ":"))
+    arguments = [(json.dumps(update.records, separators=(",", ":")), update.holder) for update in updates]
+    parts = tuple((table_of(update.queue, connection), update.columns, update.assignments) for update in updates)
     if isinstance(dialect, SQLite):
-        sql = f"UPDATE {table} AS e SET {assignments} FROM {source} WHERE {_GUARD} RETURNING id"
-        arguments = [*params, document, holder]
-    else:
-        # A single row cannot deadlock; several are locked in id order before any is written.
-        skip = "SKIP LOCKED" if skip_locked else ""
-        off = lazy_commit and not connection.in_atomic_block
-        commit = "set_config('synchronous_commit', 'off', true)" if off else "'on'"
-        sql = f"""
-            WITH o AS MATERIALIZED (SELECT * FROM {source}),
-            held AS MATERIALIZED (
-                SELECT e.id FROM {table} AS e JOIN o ON {_GUARD} ORDER BY e.id {dialect.lock} OF e {skip}
-            ),
-            commit_mode AS MATERIALIZED (SELECT {commit})
-            UPDATE {table} AS e SET {assignments}
-            FROM o, held, commit_mode
-            WHERE held.id = o.id AND e.id = held.id
-            RETURNING e.id"""
-        arguments = [document, holder, *params]
+        with ExitStack() as stack:
+            if len(parts) > 1:
+                stack.enter_context(write_transaction(connection, parts[0][0]))
+            cursor = stack.enter_context(connection.cursor())
+            written = []
+            for part, params in zip(parts, arguments, strict=True):
+                cursor.execute(_sqlite_update(*part), params)
+                written.append({dialect.id_value(row[0]) for row in cursor.fetchall()})
+            return written
+    lazy = lazy_commit and not connection.in_atomic_block
+    sql = _postgres_update(parts, lazy, skip_locked)
     with connection.cursor() as cursor:
-        cursor.execute(sql, arguments)
-        return {dialect.id_value(row[0]) for row in cursor.fetchall()}
+        cursor.execute(sql, list(chain.from_iterable(arguments)))
+        rows = cursor.fetchall()
+    if len(parts) == 1:
+        return [{row[0] for row in rows}]
+    return [{id_ for number, id_ in rows if number == position} for position in range(len(parts))]
 
 
-def _key(lease: Lease, connection: BaseDatabaseWrapper) -> dict[str, Any]:
-    return {"id": dialect_of(connection).id_param(lease.id), "fence": lease.fence}
+@statement
+def _sqlite_update(table: str, columns: tuple[tuple[str, str], ...], assignments: str) -> str:
+    source = SQLITE.records({"id": "uuid", "fence": "bigint", **dict(columns)})
+    return f"UPDATE {table} AS e SET {assignments} FROM {source} WHERE {_GUARD} RETURNING id"
 
 
-def renew(leases: Mapping[Lease, Mapping[str, str]], *, lease_seconds: float, using: str) -> list[Lease]:
+@statement
+def _postgres_update(
+    parts: tuple[tuple[str, tuple[tuple[str, str], ...], str], ...],
+    lazy_commit: bool,  # noqa: FBT001  positional, for the cache
+    skip_locked: bool,  # noqa: FBT001
+) -> str:
     """
-    Extend the leases of one queue from now, each with the deliveries made so far; return those that are lost.
+    Return the update of one table, or of several by data-modifying CTEs.
 
-    A renewed lease's ``deadline`` moves with it. A lost row belongs to another, or is
-    settled already: no further handler of it may start. A row that somebody keeps locked
-    is neither renewed nor lost: the others must not lose their leases waiting for it.
+    The rows are locked in id order before any is written. The records are taken for a
+    hundred rows, so the primary key serves both joins, whatever the table's size.
+    """
+    commit = "set_config('synchronous_commit', 'off', true)" if lazy_commit else "'on'"
+    lock = POSTGRES.lock_skipping if skip_locked else POSTGRES.lock
+    lock = lock.replace("UPDATE", "UPDATE OF e")
+    ctes = [f"commit_mode AS MATERIALIZED (SELECT {commit})"]
+    updates = []
+    for number, (table, columns, assignments) in enumerate(parts):
+        source, held = f"o{number}", f"held{number}"
+        read = POSTGRES.records({"id": "uuid", "fence": "bigint", **dict(columns)})
+        find = f"SELECT e.id FROM {table} AS e JOIN {source} AS o ON {_GUARD} ORDER BY e.id {lock}"
+        ctes += [f"{source} AS MATERIALIZED (SELECT * FROM {read})", f"{held} AS MATERIALIZED ({find})"]
+        updates.append(
+            f"UPDATE {table} AS e SET {assignments} FROM {source} AS o, {held} AS held, commit_mode"
+            " WHERE held.id = o.id AND e.id = held.id RETURNING e.id"
+        )
+    if len(updates) == 1:
+        return f"WITH {', '.join(ctes)} {updates[0]}"
+    ctes += [f"written{number} AS ({update})" for number, update in enumerate(updates)]
+    answers = (f"SELECT {number}, id FROM written{number}" for number in range(len(updates)))
+    return f"WITH {', '.join(ctes)} {' UNION ALL '.join(answers)}"
+
+
+def _key(lease: Lease, dialect: Dialect) -> dict[str, Any]:
+    return {"id": dialect.id_param(lease.id), "fence": lease.fence}
+
+
+def renew(leases: Mapping[Lease, Mapping[str, str]], *, using: str) -> list[Lease]:
+    """
+    Extend leases, of any queues, from now by their own ``seconds``, each with the deliveries made so far.
+
+    Returns those that are lost: such a row belongs to another, or is settled already, and
+    no further step of it may start. A renewed lease's ``deadline`` moves with it. A row
+    that somebody keeps locked is neither renewed nor lost: the others must not lose their
+    leases waiting for it.
     """
     if not leases:
         return []
     connection = connections[using]
     dialect = dialect_of(connection)
-    first = next(iter(leases))
     started = time.monotonic()
-    with_deliveries = first.queue.handlers and any(leases.values())
-    columns = {"delivered": "jsonb"} if with_deliveries else {}
-    assignments = f"lease_until = {dialect.after('%s')}"
-    if with_deliveries:
-        assignments += f", deliveries = {dialect.merged('e.deliveries', 'o.delivered')}"
-    records = [
-        _key(lease, connection) | ({"delivered": dict(delivered) or None} if with_deliveries else {})
-        for lease, delivered in leases.items()
-    ]
-    kept = _guarded_update(
-        connection,
-        first.queue,
-        records,
-        holder=first.holder,
-        columns=columns,
-        assignments=assignments,
-        params=[lease_seconds],
-        lazy_commit=True,
-        skip_locked=True,
-    )
+    extended = f"lease_until = {dialect.after('o.seconds')}"
+    groups = _by_holder(leases)
+    updates = []
+    for (queue, holder), group in groups.items():
+        records = [_key(lease, dialect) | {"seconds": lease.seconds} for lease in group]
+        columns: tuple[tuple[str, str], ...] = (("seconds", "float8"),)
+        assignments = extended
+        if queue.handlers and any(leases[lease] for lease in group):
+            columns += (("delivered", "jsonb"),)
+            assignments += f", deliveries = {dialect.merged('e.deliveries', 'o.delivered')}"
+            for entry, lease in zip(records, group, strict=True):
+                entry["delivered"] = dict(leases[lease]) or None
+        updates.append(_Update(queue, holder, records, columns, assignments))
     missing = []
-    for lease in leases:
-        if lease.id in kept:
-            lease.deadline = started + lease_seconds
-        else:
-            missing.append(lease)
-    held = _still_held(connection, missing) if missing else set()
+    for kept, group in zip(
+        _guarded_update(connection, *updates, lazy_commit=True, skip_locked=True), groups.values(), strict=True
+    ):
+        for lease in group:
+            if lease.id in kept:
+                lease.deadline = started + lease.seconds
+            else:
+                missing.append(lease)
+    held = _still_held(connection, missing)
     return [lease for lease in missing if lease.id not in held]
 
 
-def _still_held(connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[UUID]:
-    """Return the ids of the rows, among these of one queue and holder, that are still theirs, locked or not."""
+def _by_holder(leases: Iterable[Lease]) -> dict[tuple[Queue, str], list[Lease]]:
+    groups: dict[tuple[Queue, str], list[Lease]] = {}
+    for lease in leases:
+        groups.setdefault((lease.queue, lease.holder), []).append(lease)
+    return groups
+
+
+def _still_held(connection: BaseDatabaseWrapper, leases: Iterable[Lease]) -> set[UUID]:
+    """Return the ids of the rows, among these, that are still their holders', locked or not."""
     dialect = dialect_of(connection)
     source = dialect.records({"id": "uuid", "fence": "bigint"})
-    # The primary key serves the join.
-    sql = f"SELECT e.id FROM {table_of(leases[0].queue, connection)} AS e JOIN {source} ON {_GUARD}"
-    document = json.dumps([_key(lease, connection) for lease in leases])
-    with connection.cursor() as cursor:
-        cursor.execute(sql, [document, leases[0].holder])
-        return {dialect.id_value(row[0]) for row in cursor.fetchall()}
+    held: set[UUID] = set()
+    for (queue, holder), group in _by_holder(leases).items():
+        # The primary key serves the join.
+        sql = f"SELECT e.id FROM {table_of(queue, connection)} AS e JOIN {source} ON {_GUARD}"
+        document = json.dumps([_key(lease, dialect) for lease in group])
+        with connection.cursor() as cursor:
+            cursor.execute(sql, [document, holder])
+            held.update(dialect.id_value(row[0]) for row in cursor.fetchall())
+    return held
 
 
 def record(
@@ -153,40 +218,41 @@ def record(
     """
     connection = connections[using]
     dialect = dialect_of(connection)
-    assignments = (
-        f"deliveries = {dialect.merged('e.deliveries', 'o.delivered')}, "
-        "failures = coalesce(o.failures, e.failures), lost_leases = coalesce(o.lost_leases, e.lost_leases)"
-    )
-    entry = _key(lease, connection) | {
-        "delivered": delivered or None,
-        "failures": None if failures is None else dict(failures),
-        "lost_leases": lost_leases,
-    }
-    columns = {"delivered": "jsonb", "failures": "jsonb", "lost_leases": "int"}
-    written = _guarded_update(
-        connection, lease.queue, [entry], holder=lease.holder, columns=columns, assignments=assignments
-    )
+    columns: tuple[tuple[str, str], ...] = (("lost_leases", "int"),)
+    assignments = "lost_leases = coalesce(o.lost_leases, e.lost_leases)"
+    entry = _key(lease, dialect) | {"lost_leases": lost_leases}
+    if lease.queue.handlers:
+        columns += _MAPS
+        assignments += (
+            f", deliveries = {dialect.merged('e.deliveries', 'o.delivered')},"
+            " failures = coalesce(o.failures, e.failures)"
+        )
+        entry |= {"delivered": delivered or None, "failures": None if failures is None else dict(failures)}
+    (written,) = _guarded_update(connection, _Update(lease.queue, lease.holder, [entry], columns, assignments))
     return bool(written)
 
 
 def release(leases: Sequence[Lease], *, using: str) -> int:
-    """Give back rows that were not started, their attempt with them; return how many were still held."""
+    """
+    Give back rows of one queue that were not started, their attempt with them; return how many were given back.
+
+    A row that somebody keeps locked is not waited for: its lease runs out by itself.
+    """
     if not leases:
         return 0
     connection = connections[using]
-    return len(
-        _guarded_update(
-            connection,
-            leases[0].queue,
-            [_key(lease, connection) | {"suspect": int(lease.suspect)} for lease in leases],
-            holder=leases[0].holder,
-            columns={"suspect": "int"},
-            # A holder without a lease marks a suspect: nobody has found out yet what it did to its last one.
-            assignments="attempts = e.attempts - 1, lease_until = NULL,"
-            f" leased_by = CASE WHEN o.suspect = 1 THEN '{LOST_HOLDER}' ELSE '' END",
-            lazy_commit=True,
-        )
+    dialect = dialect_of(connection)
+    update = _Update(
+        leases[0].queue,
+        leases[0].holder,
+        [_key(lease, dialect) | {"suspect": int(lease.suspect)} for lease in leases],
+        (("suspect", "int"),),
+        # A holder without a lease marks a suspect: nobody has found out yet what it did to its last one.
+        "attempts = e.attempts - 1, lease_until = NULL,"
+        f" leased_by = CASE WHEN o.suspect = 1 THEN '{LOST_HOLDER}' ELSE '' END",
     )
+    (written,) = _guarded_update(connection, update, lazy_commit=True, skip_locked=True)
+    return len(written)
 
 
 @dataclass(slots=True)
@@ -199,6 +265,7 @@ class _Record:
     refund: int
     error: str
     failures: Mapping[str, Any] | None
+    columns: Mapping[str, Any]
 
     @classmethod
     def of(cls, settled: Settled, schedule: Schedule) -> _Record:
@@ -221,18 +288,20 @@ class _Record:
                 delay = schedule.replay_delay(age=lease.age_now) if dead else park_seconds(lease.age_now)
             case Fail():
                 status = "failed"
-            case Lost():
+            case Dead():
                 status = "dead"
-        return cls(settled, status, delay, refund, error, settled.failures)
+            case Released():
+                raise ValueError("A released row has no outcome; give it back with release().")
+        return cls(settled, status, delay, refund, error, settled.failures, settled.columns)
 
     @property
     def first_death(self) -> bool:
         return self.status in {"dead", "failed"} and not self.settled.lease.was_dead
 
-    def entry(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+    def entry(self, dialect: Dialect) -> dict[str, Any]:
         lease = self.settled.lease
         entry: dict[str, Any] = {
-            "id": lease.text if connection.vendor == "postgresql" else lease.id.hex,
+            "id": lease.text if dialect is POSTGRES else lease.id.hex,
             "fence": lease.fence,
             "status": self.status,
         }
@@ -247,61 +316,136 @@ class _Record:
             entry["failures"] = self.failures
         if self.error:
             entry["error"] = self.error
+        if self.columns:
+            entry["columns"] = {name: dialect.json_value(value) for name, value in self.columns.items()}
         return entry
 
 
-Announce = Callable[[Settled, str], NewRow]
-"""Makes the event that speaks of a row which became dead or failed (the second argument says which)."""
+Announce = Callable[[Settled, str], NewRow | None]
+"""Makes the event that speaks of a row which became dead or failed (the second argument says which), if any."""
+
+Along = Callable[[Sequence[tuple[Settled, str]]], None]
+"""Writes what belongs to the outcomes that a settle wrote; the second of each pair is the status written."""
 
 
 def settle(
-    batch: Sequence[Settled], *, schedule: Schedule, using: str, announce: Announce | None = None, again: bool = False
+    batch: Sequence[Settled],
+    *,
+    schedule: Schedule,
+    using: str,
+    announce: Announce | None = None,
+    along: Along | None = None,
+    again: bool = False,
 ) -> dict[UUID, str]:
     """
     End the leases of one queue with their outcomes, each at most once; return the status written for each id.
 
-    Only the holder of a row's current fence can change it; a row that is missing from
-    the answer was not written. The first time a row becomes dead or failed, and only if
-    this call wrote that, the announcement is inserted in the same transaction.
+    Only the holder of a row's current fence can change it; a row that is missing from the
+    answer was not written and never will be. Nobody is waited for: a row that is still held,
+    but that somebody else has locked, is answered as `LOCKED`, and the caller tries it again
+    later. The first time a row becomes dead or failed, and only if this call wrote that, the
+    announcement is inserted in the same transaction; ``along`` is called in it too, with the
+    rows that this call wrote. Neither can prevent the settle: what it raises is logged and its
+    own writes are undone, unless the connection is to blame.
+
     ``again``: an earlier call's reply was lost, so a row that bears this very outcome
     counts as written. A batch that the database refuses for its data is split until the
     bad row stands alone; that row is settled with a fixed error text. Errors of the
-    connection are the caller's to try again.
+    connection are the caller's to try again, with the whole batch.
     """
     if not batch:
         return {}
     connection = connections[using]
     records = [_Record.of(settled, schedule) for settled in batch]
-    written = _settle(connection, records, announce)
+    settling = _Settling(connection, announce, along)
+    written = settling.settle(records)
     missed = [item for item in records if item.settled.lease.id not in written]
     if again and missed:
-        written |= _settled_before(connection, missed)
-    return {item.settled.lease.id: item.status for item in records if item.settled.lease.id in written}
-
-
-def _settle(connection: BaseDatabaseWrapper, records: Sequence[_Record], announce: Announce | None) -> set[UUID]:
-    try:
-        return _write(connection, records, announce)
-    except DatabaseError as error:
-        if not _is_refusal(error):
-            raise
-        if len(records) > 1:
-            middle = len(records) // 2
-            return _settle(connection, records[:middle], announce) | _settle(connection, records[middle:], announce)
-        lease = records[0].settled.lease
-        logger.error(
-            "outcome refused by the database queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error)
+        before = _settled_before(connection, missed)
+        written |= before
+        missed = [item for item in missed if item.settled.lease.id not in before]
+    answer = {item.settled.lease.id: item.status for item in records if item.settled.lease.id in written}
+    if missed and connection.vendor != "sqlite":
+        answer |= dict.fromkeys(
+            _still_held(connection, (item.settled.lease for item in missed)) - settling.hopeless, LOCKED
         )
-    refused = records[0]
-    refused.error, refused.failures = REFUSED_TEXT, None
-    try:
-        return _write(connection, [refused], announce)
-    except DatabaseError as error:
-        if not _is_refusal(error):
-            raise
-        # Nothing can be written to this row. Its lease runs out, and its neighbours do not wait for it.
-        logger.critical("row cannot be settled queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error))
-        return set()
+    return answer
+
+
+@dataclass(slots=True)
+class _Settling:
+    """One call of `settle`."""
+
+    connection: BaseDatabaseWrapper
+    announce: Announce | None
+    along: Along | None
+    hopeless: set[UUID] = field(default_factory=set)
+    """Rows to which nothing can be written: their leases run out, and their neighbours do not wait for them."""
+
+    def settle(self, records: Sequence[_Record]) -> set[UUID]:
+        try:
+            return self._write(records)
+        except DatabaseError as error:
+            if not _is_refusal(error):
+                raise
+            if len(records) > 1:
+                middle = len(records) // 2
+                return self.settle(records[:middle]) | self.settle(records[middle:])
+            lease = records[0].settled.lease
+            logger.error(
+                "outcome refused by the database queue=%s id=%s error=%s",
+                lease.queue.name,
+                lease.id,
+                clean_error(error),
+            )
+        refused = records[0]
+        refused.error, refused.failures, refused.columns = REFUSED_TEXT, None, {}
+        try:
+            return self._write([refused])
+        except DatabaseError as error:
+            if not _is_refusal(error):
+                raise
+            logger.critical(
+                "row cannot be settled queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error)
+            )
+            self.hopeless.add(lease.id)
+            return set()
+
+    def _write(self, records: Sequence[_Record]) -> set[UUID]:
+        connection = self.connection
+        queue = records[0].settled.lease.queue
+        announce, along = self.announce, self.along
+        deaths = [item for item in records if item.first_death and not item.settled.lease.quiet] if announce else []
+        if not deaths and along is None and not connection.in_atomic_block:
+            return _write_statement(connection, queue, records)
+        with transaction.atomic(using=connection.alias):
+            written = _write_statement(connection, queue, records)
+            for item in deaths:
+                if item.settled.lease.id in written and announce is not None:
+                    self._beside("announcement", [item], partial(self._insert_announcement, announce, item))
+            ours = [item for item in records if item.settled.lease.id in written]
+            if along is not None and ours:
+                self._beside("what goes along", ours, partial(along, [(item.settled, item.status) for item in ours]))
+        return written
+
+    def _insert_announcement(self, announce: Announce, item: _Record) -> None:
+        if (row := announce(item.settled, item.status)) is not None:
+            insert_events([row], using=self.connection.alias)
+
+    def _beside(self, what: str, items: Sequence[_Record], write: Callable[[], None]) -> None:
+        """Write in the settle's transaction what must never prevent the settle."""
+        try:
+            with transaction.atomic(using=self.connection.alias):
+                write()
+        except (OperationalError, InterfaceError):
+            raise  # the connection's trouble, or a lock's: the whole settle is tried again
+        except DatabaseError as error:
+            # Without the traceback: the database's words may show the row.
+            lease = items[0].settled.lease
+            logger.error("%s not written queue=%s id=%s error=%s", what, lease.queue.name, lease.id, clean_error(error))
+        except Exception:
+            lease = items[0].settled.lease
+            logger.exception("%s not written queue=%s id=%s", what, lease.queue.name, lease.id)
 
 
 def _is_refusal(error: DatabaseError) -> bool:
@@ -309,51 +453,49 @@ def _is_refusal(error: DatabaseError) -> bool:
     return isinstance(error, (DataError, IntegrityError)) or getattr(error.__cause__, "sqlstate", None) == "P0001"
 
 
-def _write(connection: BaseDatabaseWrapper, records: Sequence[_Record], announce: Announce | None) -> set[UUID]:
-    queue = records[0].settled.lease.queue
-    deaths = [item for item in records if item.first_death and not item.settled.lease.quiet] if announce else []
-    if not deaths and not connection.in_atomic_block:
-        return _write_statement(connection, queue, records)
-    with transaction.atomic(using=connection.alias):
-        written = _write_statement(connection, queue, records)
-        for item in deaths:
-            if item.settled.lease.id in written and announce is not None:
-                _announce(connection, item, announce)
-    return written
-
-
-def _announce(connection: BaseDatabaseWrapper, item: _Record, announce: Announce) -> None:
-    # Speaking of a death must never prevent the death from being recorded.
-    try:
-        with transaction.atomic(using=connection.alias):
-            insert_events([announce(item.settled, item.status)], using=connection.alias)
-    except OperationalError:
-        raise  # the connection's trouble, not the announcement's: the whole settle is tried again
-    except DatabaseError as error:
-        lease = item.settled.lease
-        logger.error("announcement not written queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error))
+_OUTCOME: Final = (("status", "text"), ("delay", "float8"), ("refund", "int"), ("error", "text"))
+_MAPS: Final = (("delivered", "jsonb"), ("failures", "jsonb"))
 
 
 def _write_statement(connection: BaseDatabaseWrapper, queue: Queue, records: Sequence[_Record]) -> set[UUID]:
     dialect = dialect_of(connection)
-    columns = {"status": "text", "delay": "float8", "refund": "int", "error": "text"}
+    # Only the columns that this batch writes, in the queue's order, so that few texts occur.
+    given = set().union(*(item.columns for item in records))
+    if unknown := given - queue.outcome_columns.keys():
+        raise ValueError(f"The queue {queue.name} has no outcome column {', '.join(sorted(unknown))}.")
+    own = tuple(item for item in queue.outcome_columns.items() if item[0] in given)
+    columns = _OUTCOME + (_MAPS if queue.handlers else ()) + ((("columns", "jsonb"),) if own else ())
+    update = _Update(
+        queue,
+        records[0].settled.lease.holder,
+        [item.entry(dialect) for item in records],
+        columns,
+        _outcome_assignments(dialect, queue.handlers, own),
+    )
+    # Others' locks are not waited for: one row that an operator's long transaction holds
+    # must not keep the outcomes of all the others.
+    return _guarded_update(connection, update, skip_locked=True)[0]
+
+
+@statement
+def _outcome_assignments(
+    dialect: Dialect,
+    handlers: bool,  # noqa: FBT001  positional, for the cache
+    own: tuple[tuple[str, str], ...],
+) -> str:
     assignments = f"""
         status = o.status, attempts = e.attempts - coalesce(o.refund, 0), due_at = {dialect.after("o.delay")},
         lease_until = NULL, leased_by = '', lost_leases = 0, last_error = coalesce(o.error, ''),
         dead_at = CASE WHEN o.status = 'dead' THEN coalesce(e.dead_at, {dialect.clock}) ELSE e.dead_at END,
         finished_at = CASE WHEN o.status IN ('done', 'failed') THEN {dialect.clock} END"""
-    if queue.handlers:
-        columns |= {"delivered": "jsonb", "failures": "jsonb"}
+    if handlers:
         assignments += f""",
         deliveries = {dialect.merged("e.deliveries", "o.delivered")},
         failures = coalesce(o.failures, e.failures)"""
-    return _guarded_update(
-        connection,
-        queue,
-        [item.entry(connection) for item in records],
-        holder=records[0].settled.lease.holder,
-        columns=columns,
-        assignments=assignments,
+    return assignments + "".join(
+        f""",
+        "{name}" = {dialect.given("o.columns", name, kind, otherwise=f'e."{name}"')}"""
+        for name, kind in own
     )
 
 
@@ -370,7 +512,7 @@ def _settled_before(connection: BaseDatabaseWrapper, records: Sequence[_Record])
     sql = f"""
         SELECT e.id FROM {table_of(queue, connection)} AS e JOIN {source}
         ON e.id = o.id AND e.fence = o.fence AND e.status = o.status AND e.leased_by = ''"""
-    document = json.dumps([_key(item.settled.lease, connection) | {"status": item.status} for item in records])
+    document = json.dumps([_key(item.settled.lease, dialect) | {"status": item.status} for item in records])
     with connection.cursor() as cursor:
         cursor.execute(sql, [document])
         return {dialect.id_value(row[0]) for row in cursor.fetchall()}

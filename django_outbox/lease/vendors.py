@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from datetime import UTC, datetime
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uuid import UUID
 
 from django.db import transaction
@@ -28,6 +30,24 @@ def shift_clock(seconds: float) -> Iterator[None]:
         yield
     finally:
         _offset_seconds = before
+
+
+Build = TypeVar("Build", bound=Callable[..., str])
+
+
+def statement(build: Build) -> Build:
+    """
+    Keep what a function that builds SQL returned, by its arguments and the clock's shift.
+
+    Few texts occur, and building one costs more than sending it.
+    """
+    kept = lru_cache(maxsize=256)(lambda _offset, *arguments: build(*arguments))
+
+    @wraps(build)
+    def text(*arguments: Any) -> str:
+        return kept(_offset_seconds, *arguments)
+
+    return cast("Build", text)
 
 
 class Dialect(ABC):
@@ -63,6 +83,18 @@ class Dialect(ABC):
     @abstractmethod
     def merged(self, left: str, right: str) -> str:
         """Return one JSON object with the keys of another, which may be NULL, put into it."""
+
+    @abstractmethod
+    def given(self, document: str, name: str, kind: str, *, otherwise: str) -> str:
+        """Return the value of a name in a JSON object, as a PostgreSQL type; the other where it is absent."""
+
+    @abstractmethod
+    def json_value(self, value: Any) -> Any:
+        """Return a value as it stands in a JSON parameter, for a column to take it from there."""
+
+    @abstractmethod
+    def param(self, value: Any) -> Any:
+        """Return a value as a parameter that is compared with a column."""
 
     @abstractmethod
     def id_list(self) -> str:
@@ -110,6 +142,18 @@ class Postgres(Dialect):
     def merged(self, left: str, right: str) -> str:
         return f"CASE WHEN {right} IS NULL THEN {left} ELSE {left} || {right} END"
 
+    def given(self, document: str, name: str, kind: str, *, otherwise: str) -> str:
+        value = f"nullif({document} -> '{name}', 'null')" if kind == "jsonb" else f"({document} ->> '{name}')::{kind}"
+        return f"CASE WHEN jsonb_exists({document}, '{name}') THEN {value} ELSE {otherwise} END"
+
+    def json_value(self, value: Any) -> Any:
+        if isinstance(value, datetime):
+            return value.isoformat()
+        return str(value) if isinstance(value, UUID) else value
+
+    def param(self, value: Any) -> Any:
+        return value
+
     def id_list(self) -> str:
         return "(SELECT value::uuid FROM jsonb_array_elements_text(%s::jsonb))"
 
@@ -150,6 +194,21 @@ class SQLite(Dialect):
 
     def merged(self, left: str, right: str) -> str:
         return f"CASE WHEN {right} IS NULL THEN {left} ELSE json_patch({left}, {right}) END"
+
+    def given(self, document: str, name: str, kind: str, *, otherwise: str) -> str:
+        value = f"json_extract({document}, '$.{name}')"
+        if kind == "jsonb":
+            # The operator keeps a text a JSON text; json_extract() would take its quotes away.
+            value = f"nullif({document} -> '$.{name}', 'null')"
+        return f"CASE WHEN json_type({document}, '$.{name}') IS NOT NULL THEN {value} ELSE {otherwise} END"
+
+    def json_value(self, value: Any) -> Any:
+        if isinstance(value, datetime):
+            return str(value.astimezone(UTC).replace(tzinfo=None))
+        return value.hex if isinstance(value, UUID) else value
+
+    def param(self, value: Any) -> Any:
+        return self.json_value(value)
 
     def id_list(self) -> str:
         return "(SELECT value FROM json_each(%s))"

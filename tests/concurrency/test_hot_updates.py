@@ -68,7 +68,7 @@ def test_claims_and_renewals_are_hot_updates(raw_connect: RawConnect) -> None:
         for _ in range(6):
             leases = claimer.claim(50, lease_seconds=60)
             assert len(leases) == 50
-            engine.renew({lease: {} for lease in leases}, lease_seconds=60, using=USING)
+            engine.renew({lease: {} for lease in leases}, using=USING)
 
     assert updates_of(work, session, 600) == (600, 600)
 

@@ -39,6 +39,7 @@ from tests.concurrency.helpers import (
     running_relay,
     together,
 )
+from tests.conftest import RawConnect
 from tests.testapp.models import Effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -669,7 +670,7 @@ def test_the_settle_alone_is_tried_again_when_it_fails(
     (id_,) = emit()
     with running_relay(threads=1) as running:
         held.wait_for_entry()
-        with _locked(id_):
+        with _writes_locked():
             held.go.set()
             eventually(lambda: "database trouble step=settle" in caplog.text)
         running.wait_for(done=1)
@@ -677,8 +678,35 @@ def test_the_settle_alone_is_tried_again_when_it_fails(
     assert (stored(id_).status, stored(id_).attempts) == ("done", 1)
 
 
+@pytest.mark.postgres
+def test_a_row_that_somebody_else_has_locked_is_settled_later_and_its_neighbours_at_once(
+    calls: Calls, held: Held, raw_connect: RawConnect
+) -> None:
+    """A session of the test's own locks the row while its handler runs, and lets go once the others are done."""
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add(event.id)
+        if event.id == first:
+            held.pass_through()
+
+    (first,) = emit()
+    session = raw_connect()
+    with running_relay(threads=2) as running:
+        held.wait_for_entry()
+        with session.transaction():
+            session.execute(f"SELECT 1 FROM {TABLE} WHERE id = %s FOR UPDATE", [first])
+            held.go.set()
+            emit(3)
+            running.wait_for(done=3)
+            assert stored(first).status == "pending"
+        running.wait_for(done=4)
+    assert set(calls.counts().values()) == {1}
+    assert stored(first).attempts == 1
+
+
 @contextmanager
-def _locked(id_: UUID) -> Iterator[None]:
+def _writes_locked() -> Iterator[None]:
     values = connection.settings_dict
     if connection.vendor == "sqlite":
         writer = sqlite3.connect(values["NAME"], isolation_level=None)
@@ -697,7 +725,7 @@ def _locked(id_: UUID) -> Iterator[None]:
         password=values["PASSWORD"] or None,
     )
     with psycopg.connect(dsn) as session:
-        session.execute(f"SELECT 1 FROM {TABLE} WHERE id = %s FOR UPDATE", [id_])
+        session.execute(f"LOCK TABLE {TABLE} IN SHARE MODE")
         yield
 
 
@@ -721,7 +749,7 @@ def test_a_suspect_whose_record_fails_is_not_run_again(
     OutboxEvent.objects.update(leased_by="gone", lease_until=LONG_AGO)
     with running_relay(threads=1) as running:
         held.wait_for_entry()
-        with _locked(id_):
+        with _writes_locked():
             held.go.set()
             eventually(lambda: "database trouble step=" in caplog.text)
         running.wait_for(done=1)
