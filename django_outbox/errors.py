@@ -59,7 +59,16 @@ class InvalidSettings(OutboxError, ImproperlyConfigured):
 
 
 class UnsafeURL(OutboxError, ValueError):
-    """A URL is refused by the SSRF guard."""
+    """
+    A URL is refused by the SSRF guard; the text says why.
+
+    ``code`` is ``invalid_target`` for a URL that is refused as it stands, and
+    ``non_public`` for one that leads to an address which may not be reached.
+    """
+
+    def __init__(self, reason: str, *, code: str = "invalid_target") -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class InvalidSignature(OutboxError):
