@@ -22,6 +22,7 @@ from django_outbox.errors import InvalidSettings
 from django_outbox.retry import JITTER, Schedule
 
 __all__ = [
+    "EmailSettings",
     "OutboxSettings",
     "Problem",
     "QueueSettings",
@@ -135,6 +136,70 @@ class QueueSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmailSettings(QueueSettings):
+    """The settings of the email queue."""
+
+    max_attempts: int = _setting(
+        "count", default=4, low=1, high=10_000, unit="attempts", doc="Failed attempts after which an email is dead."
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=60.0, doc="Wait after the first failure; doubles from there."
+    )
+    replay_for_seconds: float | None = _setting(
+        "seconds",
+        default=86_400.0,
+        low=1,
+        high=_FOR_EVER,
+        optional=True,
+        doc="Age after which a dead email is not replayed; `None` = for ever.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=120.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=30.0, low=0.1, high=3_600, doc="Time limit of one email, over all replies of the server."
+    )
+    concurrency: int = _setting(
+        "count",
+        default=4,
+        low=1,
+        high=1_000,
+        unit="threads",
+        doc="Sending threads, and connections, per relay process.",
+    )
+    backend: str | None = _setting(
+        "text",
+        default=None,
+        doc="Dotted path of the backend that delivers. `None` = `EMAIL_BACKEND`, if that is not the queue's own; with"
+        " `MAILERS` it must stay `None`.",
+    )
+    reply_timeout_seconds: float = _setting(
+        "seconds",
+        default=10.0,
+        low=0.1,
+        high=3_600,
+        doc="Longest wait for one reply of the server, where the backend sets no time-out of its own.",
+    )
+    message_id_domain: str | None = _setting(
+        "text", default=None, doc="Domain of the Message-ID of a message that has none; `None` = that of its sender."
+    )
+    max_message_bytes: int = _setting(
+        "count",
+        default=10 * 2**20,
+        low=1_024,
+        high=256 * 2**20,
+        unit="bytes",
+        doc="Largest message, texts and attachments together, before any encoding.",
+    )
+    max_recipients: int = _setting(
+        "count", default=50, low=1, high=10_000, unit="addresses", doc="Most recipients of one message."
+    )
+    extra_attributes: tuple[str, ...] = _setting(
+        "texts", default=(), doc="Attributes of a message, beyond Django's and Anymail's, that are stored with it."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSettings(QueueSettings):
     """The settings of the webhook queue."""
 
@@ -239,6 +304,7 @@ class OutboxSettings:
         "module", default="outbox_handlers", doc="Module looked for in every installed app."
     )
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
+    email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))
     webhooks: WebhookSettings = field(default_factory=WebhookSettings, metadata=_queue("The webhook queue."))
 
 
