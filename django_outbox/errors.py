@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 __all__ = [
     "DuplicateHandler",
+    "InvalidEmail",
     "InvalidEventType",
     "InvalidHandlerName",
     "InvalidPayload",
@@ -40,6 +41,10 @@ class NotInTransaction(OutboxError, RuntimeError):
 
 class InvalidPayload(OutboxError, TypeError):
     """A payload, header or text column cannot be stored the same way on every database."""
+
+
+class InvalidEmail(InvalidPayload, ValueError):
+    """A message cannot be stored exactly, or could never be sent."""
 
 
 class InvalidEventType(OutboxError, ValueError):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
-from django.db import connections
+from django.db import connections, models
 
 from django_outbox.lease.rows import Queue
-from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, table_of
+from django_outbox.lease.vendors import SQLite, dialect_of, table_of
 
 _SHARED: Final = {"id": "uuid", "delay": "float8", "quiet": "boolean"}
 
@@ -45,17 +44,27 @@ def insert_rows(
             {dialect.after("o.delay")}, {dialect.after("o.delay")}{values}
         FROM {dialect.records(names)}
         {conflict} RETURNING id"""
-    document = json.dumps([{name: _value(value, dialect) for name, value in row.items()} for row in rows])
+    document = json.dumps([{name: dialect.json_value(value) for name, value in row.items()} for row in rows])
     with connection.cursor() as cursor:
         cursor.execute(sql, [document])
         written = {dialect.id_value(row[0]) for row in cursor.fetchall()}
     return [row["id"] for row in rows if row["id"] in written]
 
 
-def _value(value: Any, dialect: Dialect) -> Any:
-    """Return a value as it stands in the JSON parameter, for its column to take it from there."""
-    if isinstance(value, UUID):
-        return dialect.id_param(value)
-    if isinstance(value, datetime):
-        return str(value.astimezone(UTC).replace(tzinfo=None)) if isinstance(dialect, SQLite) else value.isoformat()
-    return value
+def keep_rows(model: type[models.Model], column: str, values: Sequence[str], *, using: str) -> dict[str, UUID]:
+    """
+    Return value → primary key of the rows that have these values, and keep them from removal until the caller commits.
+
+    Only their keys are locked, which others may do as well (FOR KEY SHARE); a row that
+    somebody is removing is left out. The column's index serves it.
+    """
+    connection = connections[using]
+    quote = connection.ops.quote_name
+    dialect = dialect_of(connection)
+    # On SQLite the caller's transaction, which writes, holds the one write lock.
+    lock = "" if isinstance(dialect, SQLite) else "FOR KEY SHARE SKIP LOCKED"
+    marks = ", ".join(["%s"] * len(values))
+    sql = f"SELECT {quote(column)}, id FROM {quote(model._meta.db_table)} WHERE {quote(column)} IN ({marks}) {lock}"
+    with connection.cursor() as cursor:
+        cursor.execute(sql, list(values))
+        return {value: dialect.id_value(id_) for value, id_ in cursor.fetchall()}
