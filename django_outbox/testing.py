@@ -13,11 +13,14 @@ from typing import Any, Final
 from django_outbox import events
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
+from django_outbox.delivery import Work
 from django_outbox.models import OutboxEvent
+from django_outbox.relay.queues import WORK
 
 __all__ = ["assert_emitted", "capture_events", "drain", "isolated_handlers", "travel"]
 
-_QUEUES: Final = ("events",)
+_QUEUES: Final = ("events", "email", "tasks")
+_CLAIM_LIMIT: Final = 100
 _ROW_LIMIT: Final = 100_000
 _SHOWN: Final = 20
 
@@ -27,44 +30,61 @@ def drain(*, queues: Sequence[str] = _QUEUES, using: str | None = None) -> Count
     Deliver everything that is due now, in this thread and connection, and return the counts per outcome.
 
     The keys are the statuses in which the rows ended (``done``, ``waiting`` for a retry
-    or a relay that knows the handler, ``dead``, ``failed``), and ``lost`` for rows that
-    another relay took over. What handlers emit is delivered too. Inside a transaction,
-    such as a ``TestCase``'s, each handler runs under a savepoint. The time limit of a
-    plain function is not enforced here, since nothing can stop it in its own thread.
+    or a relay that knows the handler, ``dead``, ``failed``), ``released`` for rows that
+    were given back unstarted, and ``lost`` for rows that another relay took over. What
+    handlers emit is delivered too; webhooks are only sent when named. Inside a
+    transaction, such as a ``TestCase``'s, each handler runs under a savepoint. The time
+    limit of a plain function is not enforced here, since nothing can stop it in its own
+    thread.
 
     :raises ValueError: for a queue that does not exist.
     :raises RuntimeError: after 100,000 rows, which only an endless chain of emits reaches.
     """
-    if unknown := set(queues) - set(_QUEUES):
-        raise ValueError(f"There is no queue {min(unknown)!r}. Queues: {', '.join(_QUEUES)}.")
-    settings = get_settings()
-    alias = using or settings.database
+    if unknown := set(queues) - {*WORK, *_QUEUES}:
+        raise ValueError(f"There is no queue {min(unknown)!r}. Queues: {', '.join(WORK)}.")
+    alias = using or get_settings().database
+    holder = engine.holder_name()
     counts: Counter[str] = Counter()
-    if not queues:
-        return counts
-    claimer = engine.Claimer(events.EVENTS, holder=engine.holder_name(), using=alias)
-    seconds = settings.events.lease_seconds
-    while leases := claimer.claim(100, lease_seconds=seconds):
+    served = [
+        (work, engine.Claimer(work.queue, holder=holder, using=alias)) for name, work in WORK.items() if name in queues
+    ]
+    try:
+        while sum(_drain_some(work, claimer, alias, counts) for work, claimer in served):
+            if counts.total() >= _ROW_LIMIT:
+                raise RuntimeError(f"drain() delivered {_ROW_LIMIT} rows, more are due; a handler emits without end.")
+    finally:
+        for work, _ in served:
+            work.rest()
+    return counts
+
+
+def _drain_some(work: Work, claimer: engine.Claimer, alias: str, counts: Counter[str]) -> int:
+    """Claim once in each scope of a queue, and deliver that; return how many rows there were."""
+    settings = work.settings()
+    seconds = settings.lease_seconds
+    total = 0
+    for scope, most in work.scopes(_CLAIM_LIMIT, using=alias):
+        leases = claimer.claim(min(most, _CLAIM_LIMIT), lease_seconds=seconds, scope=scope)
+        total += len(leases)
+        work.claimed(leases)
         for lease in leases:
-            run = events.EventRun(lease, using=alias)
-            while handler := run.next_handler():
-                limit = handler.timeout or settings.events.timeout_seconds
-                run.finish(handler, run.invoke(handler, timeout=limit, savepoint=True))
+            run = work.start(lease, using=alias)
+            while step := run.next_step():
+                limit = step.timeout or settings.timeout_seconds
+                run.finish(step, run.invoke(step, timeout=limit, savepoint=True))
                 # In one thread a slow handler must not cost its neighbours their leases.
                 if time.monotonic() > leases[-1].deadline - seconds * 2 / 3:
                     engine.renew({each: {} for each in leases}, using=alias)
             settled = run.settled()
-            while True:
+            if isinstance(settled.outcome, engine.Released):
+                counts["released" if engine.release([lease], using=alias) else "lost"] += 1
+            else:
                 written = engine.settle(
-                    [settled], schedule=settings.events.schedule, using=alias, announce=events.announcement
+                    [settled], schedule=settings.schedule, using=alias, announce=work.announce, along=work.along
                 )
-                if (status := written.get(lease.id, "lost")) != engine.LOCKED:
-                    break
-                time.sleep(0.05)  # another session's transaction has the row
-            counts[status] += 1
-        if counts.total() >= _ROW_LIMIT:
-            raise RuntimeError(f"drain() delivered {_ROW_LIMIT} rows and more are due; a handler emits without end.")
-    return counts
+                counts[written.get(lease.id, "lost")] += 1
+            work.landed([lease])
+    return total
 
 
 @contextmanager

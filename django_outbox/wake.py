@@ -24,11 +24,13 @@ from django_outbox.errors import clean_error
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["CHANNEL", "FileWatcher", "Listener", "Signal", "Watcher", "notify_on_commit", "watch"]
+__all__ = ["CHANNELS", "FileWatcher", "Listener", "Signal", "Watcher", "notify_on_commit", "watch"]
 
 logger = logging.getLogger("django_outbox.wake")
 
-CHANNEL: Final = "django_outbox"
+QUEUES: Final = ("events", "email", "webhooks", "tasks")
+CHANNELS: Final = {f"django_outbox_{queue}": queue for queue in QUEUES}
+"""A channel says whose rows to look for; a notification itself carries nothing."""
 PING_SECONDS: Final = 15.0
 PING_DEADLINE_SECONDS: Final = 10.0
 RECONNECT_MIN_SECONDS: Final = 0.25
@@ -83,19 +85,24 @@ _local_relays: weakref.WeakSet[_LocalRelay] = weakref.WeakSet()
 _local_lock = threading.Lock()
 
 
+OnWake = Callable[[str | None], None]
+"""Called with the queue in which something may be due; ``None`` for any of them."""
+
+
 class _LocalRelay:
     """A relay in this process, for the alias it serves."""
 
-    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+    def __init__(self, alias: str, on_wake: OnWake) -> None:
         self.alias = alias
         self.on_wake = on_wake
 
 
 class _NotifyHook:
-    """The commit hook of one transaction; runs once however often it is registered."""
+    """The commit hook of one transaction and queue; runs once however often it is registered."""
 
-    def __init__(self, alias: str) -> None:
+    def __init__(self, alias: str, queue: str) -> None:
         self.alias = alias
+        self.queue = queue
         self.fired = False
         # Django logs the error of a robust hook under this name, and an object without it
         # would make the logging itself raise into the caller, after the commit.
@@ -109,15 +116,15 @@ class _NotifyHook:
         if self.fired:
             return
         self.fired = True
-        notify(self.alias)
+        notify(self.alias, queue=self.queue)
 
 
-_latest_hooks: weakref.WeakKeyDictionary[BaseDatabaseWrapper, _NotifyHook] = weakref.WeakKeyDictionary()
+_latest_hooks: weakref.WeakKeyDictionary[BaseDatabaseWrapper, dict[str, _NotifyHook]] = weakref.WeakKeyDictionary()
 
 
-def notify_on_commit(using: str) -> None:
+def notify_on_commit(using: str, *, queue: str = "events") -> None:
     """
-    Wake the relays after the caller's transaction commits: once, however many events it holds.
+    Wake the relays after the caller's transaction commits: once a queue, however many rows it holds.
 
     A savepoint that is rolled back takes its hooks with it, so the hook is registered
     again in every savepoint that no earlier registration outlives; all of them share
@@ -125,30 +132,31 @@ def notify_on_commit(using: str) -> None:
     """
     connection = connections[using]
     here = frozenset(connection.savepoint_ids)
-    hook = _latest_hooks.get(connection)
+    hooks = _latest_hooks.setdefault(connection, {})
+    hook = hooks.get(queue)
     # Remembered, because looking through the list at every emit would cost a long import
     # the square of its savepoints. Django replaces the list when a transaction ends and
     # when a savepoint is rolled back; only then is it looked through.
     if hook is None or hook.fired or hook.among is not connection.run_on_commit:
-        hook = _latest_hooks[connection] = _standing_hook(connection) or _NotifyHook(using)
+        hook = hooks[queue] = _standing_hook(connection, queue) or _NotifyHook(using, queue)
     if hook.among is connection.run_on_commit and hook.savepoints <= here:
         return
     transaction.on_commit(hook, using=using, robust=True)
     hook.among, hook.savepoints = connection.run_on_commit, here
 
 
-def _standing_hook(connection: BaseDatabaseWrapper) -> _NotifyHook | None:
+def _standing_hook(connection: BaseDatabaseWrapper, queue: str) -> _NotifyHook | None:
     """Return the hook of this transaction by its latest registration: an earlier one is outlived by it."""
     for savepoints, registered, *_ in reversed(connection.run_on_commit):
-        if isinstance(registered, _NotifyHook) and not registered.fired:
+        if isinstance(registered, _NotifyHook) and registered.queue == queue and not registered.fired:
             registered.among, registered.savepoints = connection.run_on_commit, frozenset(savepoints)
             return registered
     return None
 
 
-def notify(using: str) -> None:
+def notify(using: str, *, queue: str = "events") -> None:
     """
-    Wake every relay of a database now; never raises for the database's sake.
+    Wake every relay of a database for a queue now; never raises for the database's sake.
 
     On PostgreSQL a payload-free NOTIFY as a statement of its own, in effect with asynchronous
     commit: a notifying transaction takes a lock of the whole server while it commits,
@@ -158,14 +166,14 @@ def notify(using: str) -> None:
         relays = list(_local_relays)
     for relay in relays:
         if relay.alias == using:
-            relay.on_wake()
+            relay.on_wake(queue)
     connection = connections[using]
     if connection.vendor != "postgresql":
         return
     try:
         with connection.cursor() as cursor:
             # A transaction that writes nothing else waits for no disk, whatever synchronous_commit says.
-            cursor.execute(f"NOTIFY {CHANNEL}")
+            cursor.execute(f"NOTIFY django_outbox_{queue}")
     except Error as error:  # the base of InterfaceError too: a connection that is closed already
         logger.warning(
             "wake-up not sent, the next poll finds the event database=%s error=%s", using, clean_error(error)
@@ -176,9 +184,9 @@ def notify(using: str) -> None:
 
 
 class Watcher:
-    """Calls ``on_wake`` when there may be something to claim; the base wakes from this process only."""
+    """Calls ``on_wake`` when there may be something to claim; the base hears of this process's writes only."""
 
-    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+    def __init__(self, alias: str, on_wake: OnWake) -> None:
         self._local = _LocalRelay(alias, on_wake)
         self._on_wake = on_wake
 
@@ -200,7 +208,7 @@ class FileWatcher(Watcher):
     Uses a connection of its own: the number does not change for one's own writes.
     """
 
-    def __init__(self, alias: str, on_wake: Callable[[], None]) -> None:
+    def __init__(self, alias: str, on_wake: OnWake) -> None:
         super().__init__(alias, on_wake)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outbox-watch", daemon=True)
@@ -235,7 +243,7 @@ class FileWatcher(Watcher):
                 # The first look wakes too: what was committed before it, and after the relay's
                 # own first look, is in the number already and will not change it.
                 if version != seen:
-                    self._on_wake()
+                    self._on_wake(None)
                 seen = version
         finally:
             connection.close()
@@ -250,7 +258,7 @@ class Listener(Watcher):
     wakes the relay after each reconnect, since what was notified in the gap is lost.
     """
 
-    def __init__(self, alias: str, on_wake: Callable[[], None], *, dsn: str | None = None) -> None:
+    def __init__(self, alias: str, on_wake: OnWake, *, dsn: str | None = None) -> None:
         super().__init__(alias, on_wake)
         self._dsn = dsn
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -295,11 +303,12 @@ class Listener(Watcher):
                     connection = await psycopg.AsyncConnection.connect(**self._parameters(), autocommit=True)
                 try:
                     async with asyncio.timeout(PING_DEADLINE_SECONDS):
-                        await connection.execute(f"LISTEN {CHANNEL}")
+                        for channel in CHANNELS:
+                            await connection.execute(f"LISTEN {channel}")
                     # Registered first, then drained: what was committed before is found by the
                     # drain, what comes after by the notification.
                     self.listening.set()
-                    self._on_wake()
+                    self._on_wake(None)
                     if not healthy:
                         logger.info("listening again database=%s", self._local.alias)
                     wait, healthy = RECONNECT_MIN_SECONDS, True
@@ -319,8 +328,8 @@ class Listener(Watcher):
     async def _listen(self, connection: Any) -> None:
         while True:
             began = time.monotonic()
-            async for _ in connection.notifies(timeout=PING_SECONDS, stop_after=1):
-                self._on_wake()
+            async for notification in connection.notifies(timeout=PING_SECONDS, stop_after=1):
+                self._on_wake(CHANNELS.get(notification.channel))
             if time.monotonic() - began >= PING_SECONDS:
                 async with asyncio.timeout(PING_DEADLINE_SECONDS):
                     await connection.execute("SELECT 1")
@@ -336,7 +345,7 @@ class Listener(Watcher):
         return parameters | {"application_name": "django_outbox listen"}
 
 
-def watch(alias: str, on_wake: Callable[[], None], *, dsn: str | None = None) -> Watcher:
+def watch(alias: str, on_wake: OnWake, *, dsn: str | None = None) -> Watcher:
     """Return the watcher for a database: LISTEN on PostgreSQL, ``data_version`` on a SQLite file."""
     connection = connections[alias]
     if connection.vendor == "postgresql":

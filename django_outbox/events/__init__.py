@@ -7,7 +7,7 @@ this one can emit from its own ``models.py``.
 
 from __future__ import annotations
 
-from django_outbox.events.deliver import EVENTS, EventRun, LeaseLost, Result, announcement
+from django_outbox.events.deliver import EVENTS, EventRun, EventWork, announcement
 from django_outbox.events.emit import NewEvent, captures, emit_event, emit_events
 from django_outbox.events.payload import encode_json
 from django_outbox.events.registry import (
@@ -26,11 +26,10 @@ __all__ = [
     "RESERVED_PREFIXES",
     "Event",
     "EventRun",
+    "EventWork",
     "Handler",
-    "LeaseLost",
     "NewEvent",
     "Registry",
-    "Result",
     "announcement",
     "captures",
     "check_type",

@@ -8,7 +8,6 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -18,9 +17,9 @@ from asgiref.sync import async_to_sync
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_outbox import lease as engine
-from django_outbox.conf import get_settings
-from django_outbox.errors import Reject, RetryLater, clean_error
-from django_outbox.events.emit import Cause, current_cause
+from django_outbox.conf import QueueSettings, get_settings
+from django_outbox.delivery import INTERRUPTED, MAX_STARTS_MARKED, WORKER_LOST, Cause, LeaseLost, Result, Work, attempt
+from django_outbox.errors import clean_error
 from django_outbox.events.registry import Event, Handler, registry
 
 logger = logging.getLogger("django_outbox.events")
@@ -47,35 +46,12 @@ EVENTS: Final = engine.Queue(
 )
 
 
-MAX_STARTS_MARKED: Final = 2
-"""Marks at which a handler is not started again: with the unmarked first start, three starts in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How one handler ended. No error: it succeeded."""
-
-    error: str = ""
-    rejected: bool = False
-    delay: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the delivery was made."""
-        return not self.error
-
-
-class LeaseLost(Exception):
-    """The row belongs to another by now; whatever was about to be written is rolled back."""
-
-
 class EventRun:
     """
     One leased event on its way through the handlers it is owed to.
 
-    The caller pulls handlers with `next_handler`, runs each with `invoke` and reports
-    with `finish`; threads may share a run, so that a stuck handler does not keep the
-    others of its event waiting. When `complete`, `settled` says how the event ended.
+    A step is a handler; see `delivery.Run` for who calls what. A handler that is stuck
+    does not keep the others of its event waiting.
     """
 
     __slots__ = (
@@ -90,6 +66,7 @@ class EventRun:
         "_running",
         "careful",
         "delivered",
+        "expired",
         "interrupted",
         "lease",
         "lost",
@@ -104,6 +81,7 @@ class EventRun:
         self.type: str = content["type"]
         self.careful = lease.suspect or lease.lost_leases > 0
         self.lost = False
+        self.expired = False
         self.interrupted = False
         # Rows of one type mostly bear one and the same text here.
         self._deliveries: dict[str, str | None] = _parsed(content["deliveries"])
@@ -146,14 +124,19 @@ class EventRun:
             if when is None and name not in self.delivered and not self._failures.get(name, {}).get("discarded")
         ]
 
-    def next_handler(self) -> Handler | None:
+    def step(self, name: str) -> Handler | None:
+        """Return the handler of a name, if this process has it."""
+        return registry.resolve(self.type, name)
+
+    def next_step(self) -> Handler | None:
         """Take the next handler to run, or ``None`` when none may start (any more)."""
         with self._lock:
             while self._queue:
-                if self.lost or self.interrupted:
+                if self._over():
                     return None
                 if not self.lease.current():
-                    self.lost = True
+                    # By our own clock; whether the row is another's by now, the settle finds out.
+                    self.expired = True
                     return None
                 handler = self._queue[0]
                 # It stays in the queue while its mark cannot be written, so that the caller may ask again.
@@ -168,7 +151,10 @@ class EventRun:
     def complete(self) -> bool:
         """Whether no handler is running or left to run."""
         with self._lock:
-            return not self._running and (not self._queue or self.lost or self.interrupted)
+            return not self._running and (not self._queue or self._over())
+
+    def _over(self) -> bool:
+        return self.lost or self.expired or self.interrupted
 
     def _mark(self, handler: Handler) -> bool:
         """
@@ -194,10 +180,9 @@ class EventRun:
     def blame(self, handler: Handler) -> None:
         """Record that a handler killed its process too often."""
         key = self._key(handler)
-        text = f"worker lost: its process died {MAX_STARTS_MARKED + 1} times while this handler ran"
-        self._failures[key] = {"error": text, "at": self.lease.clock.text(), "lost": True}
+        self._failures[key] = {"error": WORKER_LOST, "at": self.lease.clock.text(), "lost": True}
         self._failures_changed = True
-        self._errors[key] = text
+        self._errors[key] = WORKER_LOST
 
     def start_again(self, handler: Handler) -> bool:
         """
@@ -248,36 +233,18 @@ class EventRun:
         cause = Cause(
             self.lease.id, self.lease.content["request_id"], self.lease.content["organization_id"], self.lease.quiet
         )
-        token = current_cause.set(cause)
         try:
-            call = partial(self._call, handler, timeout)
-            if savepoint and connections[self.using].in_atomic_block:
-                block: Any = transaction.atomic(using=self.using)
-                # To Django's durable check and to ours this is the test's transaction, not the handler's.
-                block._from_testcase = True
-                with block:
-                    call()
-            else:
-                call()
-        except RetryLater as error:
-            logger.info("handler asks for a retry handler=%s event=%s", handler.name, self.lease.id)
-            return Result(clean_error(error), delay=error.delay)
-        except Reject as error:
-            logger.warning("handler rejects the event handler=%s event=%s", handler.name, self.lease.id)
-            return Result(clean_error(error), rejected=True)
+            return attempt(
+                partial(self._call, handler, timeout),
+                cause=cause,
+                using=self.using,
+                savepoint=savepoint,
+                name=handler.name,
+                lease=self.lease,
+            )
         except LeaseLost:
             self.lost = True
             return Result("the lease was lost while the handler ran; its work was rolled back")
-        except BaseException as error:
-            # Time-outs of gevent, SystemExit and their like are no Exceptions, and end a handler all the same.
-            # In a test, what is none ends the test: pytest.fail() and pytest.skip() are made so.
-            if isinstance(error, KeyboardInterrupt) or (savepoint and not isinstance(error, _ENDS_A_HANDLER)):
-                raise
-            logger.exception("handler failed handler=%s event=%s type=%s", handler.name, self.lease.id, self.type)
-            return Result(clean_error(error))
-        finally:
-            current_cause.reset(token)
-        return Result()
 
     def _call(self, handler: Handler, timeout: float) -> None:
         event = self.event_for(handler)
@@ -346,13 +313,16 @@ class EventRun:
             running = list(self._running)
         for name in running:
             if (handler := registry.resolve(self.type, name)) is not None:
-                self.finish(handler, Result("interrupted: the relay was stopped while this handler ran"))
+                self.finish(handler, Result(INTERRUPTED))
 
     def settled(self) -> engine.Settled:
         """Return how the event ended, once `complete`."""
         with self._lock:
             if not self._failures and self._deliveries.keys() <= self.delivered.keys():
                 return engine.Settled(self.lease, _DONE, self.delivered)
+            if self.expired and self._queue and not self._errors:
+                # Nothing failed, but the lease ended too soon: what was made is kept, the attempt given back.
+                return engine.Settled(self.lease, engine.Released(), self.delivered)
             left = self._owed()
             if not left and not self._failures:
                 return engine.Settled(self.lease, _DONE, self.delivered)
@@ -398,9 +368,26 @@ class EventRun:
         return max(now - datetime.fromisoformat(self._failures[name]["parked_at"]).timestamp() for name in names)
 
 
+class EventWork(Work):
+    """The events queue."""
+
+    queue = EVENTS
+
+    def settings(self) -> QueueSettings:
+        """Return ``OUTBOX["EVENTS"]``."""
+        return get_settings().events
+
+    def start(self, lease: engine.Lease, *, using: str) -> EventRun:
+        """Return the run of an event."""
+        return EventRun(lease, using=using)
+
+    def announce(self, settled: engine.Settled, status: str) -> engine.NewRow:
+        """Return the event that says that an event is dead or failed."""
+        return announcement(settled, status)
+
+
 _decode: Final = json.JSONDecoder().raw_decode
 _DONE: Final = engine.Done()
-_ENDS_A_HANDLER: Final = (Exception, SystemExit, asyncio.CancelledError)
 
 
 @lru_cache(maxsize=1_024)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,6 +20,7 @@ from django.utils.functional import LazyObject
 from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.conf import get_settings
+from django_outbox.delivery import current_cause
 from django_outbox.errors import InvalidPayload, NotInTransaction
 from django_outbox.events.payload import encode_headers, encode_json, shown, unstorable
 from django_outbox.events.registry import check_type, registry
@@ -41,18 +41,6 @@ class NewEvent:
     delay: float | timedelta | None = field(default=None, kw_only=True)
     event_id: UUID | None = field(default=None, kw_only=True)
 
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The event whose handler runs in this context: what an emit inherits from it."""
-
-    event_id: UUID
-    request_id: str
-    organization_id: str
-    quiet: bool
-
-
-current_cause: ContextVar[Cause | None] = ContextVar("django_outbox_cause", default=None)
 
 captures: list[list[NewEvent]] = []
 """Lists that every emit in this process also appends to; see `django_outbox.testing.capture_events`."""

@@ -178,7 +178,7 @@ def _operate(
         if progress is not None:
             progress(min(start + CHUNK, len(chosen)))
     if report.changed:
-        wake.notify_on_commit(using)
+        wake.notify_on_commit(using, queue=queue.name)
     return report
 
 

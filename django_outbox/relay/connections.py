@@ -1,18 +1,25 @@
-"""The connections of handler threads: what one handler does to them never reaches the next."""
+"""The relay's connections: whether the database answers, and what handlers do to theirs."""
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
 from contextlib import suppress
 from typing import Any, Final
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.signals import connection_created
 
+from django_outbox.errors import clean_error
+
+logger = logging.getLogger("django_outbox.relay")
+
+DATABASE_TROUBLE: Final = (DatabaseError, InterfaceError)
 CONNECTION_MAX_AGE_SECONDS: Final = 300.0
 CONNECTION_TRUST_SECONDS: Final = 1.0
+TELL_EVERY_SECONDS: Final = 60.0
 
 
 class _Thread(threading.local):
@@ -146,3 +153,32 @@ def close_connections() -> None:
     for connection in connections.all(initialized_only=True):
         with suppress(Exception):
             connection.close()
+
+
+class DatabaseHealth:
+    """
+    Whether the database answers, told once per change of state, and once a minute while it does not.
+
+    An error that is not the connection's (a column that is gone, say) counts too: the
+    relay tries again until somebody mends it.
+    """
+
+    def __init__(self, using: str) -> None:
+        self.using = using
+        self.down = False
+        self._told = 0.0
+
+    def failed(self, step: str, error: Exception) -> None:
+        """Note an error, and close the calling thread's connection: the next use makes a new one."""
+        with suppress(Exception):
+            connections[self.using].close()
+        now = time.monotonic()
+        if not self.down or now - self._told >= TELL_EVERY_SECONDS:
+            self.down, self._told = True, now
+            logger.error("database trouble step=%s database=%s error=%s", step, self.using, clean_error(error))
+
+    def works(self) -> None:
+        """Note a statement that went well."""
+        if self.down:
+            self.down = False
+            logger.warning("database works again database=%s", self.using)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
@@ -69,10 +69,12 @@ class Supervisor:
     SIGINT stop all of them. A relay whose supervisor is gone stops by itself.
     """
 
-    def __init__(self, *, processes: int, using: str, threads: int | None, mode: Mode) -> None:
+    def __init__(
+        self, *, processes: int, using: str, queues: Sequence[str] | None = None, threads: int | None, mode: Mode
+    ) -> None:
         self.counts: Counter[str] = Counter()
         """What the relays of all places did, as far as they could still tell."""
-        self._options = {"using": using, "threads": threads, "mode": mode}
+        self._options = {"using": using, "queues": queues, "threads": threads, "mode": mode}
         self._mode = mode
         self._places = [_Place(number) for number in range(1, processes + 1)]
         self._grace_seconds = get_settings().shutdown_grace_seconds + STOP_SLACK_SECONDS

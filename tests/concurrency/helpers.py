@@ -99,15 +99,17 @@ class RunningRelay:
     def wait_for(self, *, seconds: float = DEADLINE_SECONDS, **counts: int) -> None:
         """Wait until so many rows were settled with these statuses (or released, or lost)."""
         wanted = Counter(counts)
-        with self.relay._landed:
-            reached = self.relay._landed.wait_for(
+        with self.relay.flights.landed:
+            reached = self.relay.flights.landed.wait_for(
                 lambda: all(self.relay.counts[name] >= count for name, count in wanted.items()), seconds
             )
         assert reached, f"wanted {dict(wanted)}, have {dict(self.relay.counts)}"
 
     def wait_until_idle(self, *, seconds: float = DEADLINE_SECONDS) -> None:
-        with self.relay._landed:
-            assert self.relay._landed.wait_for(lambda: not self.relay.held(), seconds), f"holds {self.relay.held()}"
+        with self.relay.flights.landed:
+            assert self.relay.flights.landed.wait_for(lambda: not self.relay.held(), seconds), (
+                f"holds {self.relay.held()}"
+            )
 
     def end(self, *, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait for the end of its run, and return its exit code."""

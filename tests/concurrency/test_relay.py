@@ -500,7 +500,7 @@ def test_an_async_handler_is_cancelled_at_its_limit(calls: Calls) -> None:
     (id_,) = emit()
     with running_relay(threads=1) as running:
         running.wait_for(waiting=1, done=1)
-        assert not running.relay._stuck
+        assert not running.relay.lanes[0].stuck
     assert calls.made == ["cancelled", "made"]
     assert stored(id_).attempts == 2
 
@@ -583,7 +583,7 @@ def test_after_a_lost_lease_no_further_handler_starts_and_nothing_is_written(
     (id_,) = emit()
     with running_relay(threads=1) as running:
         held.wait_for_entry()
-        (flight,) = running.relay._flights.values()
+        (flight,) = running.relay.flights.all()
         _steal(id_)
         eventually(lambda: flight.run is not None and flight.run.lost)
         held.go.set()
@@ -854,7 +854,7 @@ def test_a_drain_of_slow_rows_with_one_thread_ends_with_the_dead_ones_replayed_t
     emit(6)
     OutboxEvent.objects.update(status="dead", due_at=LONG_AGO, dead_at=LONG_AGO)
     relay = Relay(threads=1, mode="drain")
-    relay._row_seconds = 5.0
+    relay.lanes[0].row_seconds = 5.0
     assert Worker(relay.run).result() == 0
     assert statuses() == {"done": 6}
 
@@ -928,15 +928,15 @@ def test_a_claim_of_the_relays_own_hands_its_fence_to_the_run_in_progress(
     with running_relay(threads=2) as running:
         held.wait_for_entry()
         relay = running.relay
-        (flight,) = relay._flights.values()
+        (flight,) = relay.flights.all()
         take = relay._take
 
-        def late_take(leases: Any) -> int:
+        def late_take(lane: Any, leases: Any) -> int:
             if leases:
                 held.go.set()
-                eventually(lambda: flight.closed and relay._outcomes.empty())
+                eventually(lambda: flight.closed and relay.flights._outcomes.empty())
                 threading.Event().wait(0.2)  # for the settle to have come and gone
-            return take(leases)
+            return take(lane, leases)
 
         monkeypatch.setattr(relay, "_take", late_take)
         OutboxEvent.objects.update(lease_until=LONG_AGO)

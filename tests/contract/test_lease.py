@@ -878,7 +878,7 @@ def _start(lease: engine.Lease) -> tuple[EventRun, list[str]]:
     """Run what may start, up to the handler ``bad``, which takes its process with it."""
     run = EventRun(lease, using=USING)
     started = []
-    while (handler := run.next_handler()) is not None:
+    while (handler := run.next_step()) is not None:
         started.append(handler.name)
         if handler.name == "bad":
             break
@@ -936,7 +936,7 @@ def test_a_mark_that_cannot_be_written_starts_nothing(two_handlers: list[str]) -
         with travel(seconds=61):
             claim_one(holder="relay-2")
     run = EventRun(stale, using=USING)
-    assert run.next_handler() is None
+    assert run.next_step() is None
     assert run.lost
     assert run.complete
     assert two_handlers == []
@@ -956,9 +956,9 @@ def test_no_handler_starts_once_the_local_deadline_is_past(two_handlers: list[st
     insert(handlers=("good", "bad"))
     lease = claim_one()
     run = EventRun(lease, using=USING)
-    assert run.next_handler() is not None
+    assert run.next_step() is not None
     lease.deadline = time.monotonic() - 1
-    assert run.next_handler() is None
+    assert run.next_step() is None
     assert run.lost
 
 
@@ -1032,7 +1032,7 @@ def test_what_is_no_exception_ends_a_test_and_only_a_delivery_in_the_relay(error
     with travel(minutes=2):
         (lease,) = engine.Claimer(EVENTS, holder="another", using="default").claim(1, lease_seconds=60)
     run = EventRun(lease, using="default")
-    handler = run.next_handler()
+    handler = run.next_step()
     assert handler is not None
     result = run.invoke(handler, timeout=30)
     assert not result.ok

@@ -185,9 +185,7 @@ def test_one_that_raises_never_stops_the_others(error: BaseException, caplog: py
     row = stored(id_)
     assert row.failures["bad"]["error"].startswith(type(error).__name__)
     assert row.last_error.startswith(f"bad: {type(error).__name__}")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"handler failed handler=bad event={id_} type=thing.done"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"handler failed queue=events handler=bad id={id_}"]
 
 
 def test_an_interrupt_from_the_keyboard_goes_through() -> None:
@@ -446,7 +444,7 @@ def test_an_atomic_handler_commits_with_the_record_of_its_delivery() -> None:
     on_event("thing.done", name="one", atomic=True)(write_effect)
     id_ = emit()
     run = EventRun(claim_one(), using=USING)
-    handler = run.next_handler()
+    handler = run.next_step()
     assert handler is not None
     assert run.invoke(handler, timeout=5).ok
     # The relay dies here: never settled.
@@ -470,7 +468,7 @@ def test_an_atomic_handler_whose_row_another_took_over_leaves_nothing() -> None:
     on_event("thing.done", name="one", atomic=True)(slow)
     id_ = emit()
     run = EventRun(claim_one(), using=USING)
-    handler = run.next_handler()
+    handler = run.next_step()
     assert handler is not None
     result = run.invoke(handler, timeout=5)
     assert "lease was lost" in result.error
@@ -904,7 +902,7 @@ def test_a_handler_that_was_parked_and_then_killed_its_relay_can_be_parked_again
     with travel(hours=1):
         die_holding()
         run = EventRun(claim_one(), using=USING)
-        assert run.next_handler() is not None  # marked before it starts; its process dies here too
+        assert run.next_step() is not None  # marked before it starts; its process dies here too
         assert stored(id_).failures["one"]["marks"] == 1
         OutboxEvent.objects.update(lease_until=datetime(2020, 1, 1, tzinfo=UTC))
         with without_code():
@@ -997,7 +995,7 @@ def test_an_atomic_delivery_is_recorded_under_every_name_at_once() -> None:
     on_event("thing.done", name="new", atomic=True, aliases=("old",))(write_effect)
     id_ = emit()
     run = EventRun(claim_one(), using=USING)
-    handler = run.next_handler()
+    handler = run.next_step()
     assert handler is not None
     assert run.invoke(handler, timeout=5).ok
     assert sorted(stored(id_).deliveries) == ["new", "old"]
@@ -1015,7 +1013,7 @@ def test_a_handler_that_kills_its_process_is_started_three_times_and_its_neighbo
     for _ in range(3):
         # Each time a relay claims the row, starts the killer and is gone.
         run = EventRun(claim_one(), using=USING)
-        handler = run.next_handler()
+        handler = run.next_step()
         assert handler is not None
         assert handler.name == "killer"
         OutboxEvent.objects.update(lease_until=datetime(2020, 1, 1, tzinfo=UTC))
@@ -1045,7 +1043,7 @@ def test_a_second_report_about_one_start_is_ignored() -> None:
     listen("one")
     emit()
     run = EventRun(claim_one(), using=USING)
-    handler = run.next_handler()
+    handler = run.next_step()
     assert handler is not None
     result = run.invoke(handler, timeout=5, savepoint=True)
     run.interrupt()
@@ -1060,7 +1058,7 @@ def test_an_interrupted_handler_of_a_name_that_two_share_is_recorded_under_the_r
     id_ = emit()
     OutboxEvent.objects.update(deliveries={"old": None})
     run = EventRun(claim_one(), using=USING)
-    assert run.next_handler() is not None
+    assert run.next_step() is not None
     run.interrupt()
     settle(run)
     assert list(stored(id_).failures) == ["old"]

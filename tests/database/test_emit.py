@@ -51,7 +51,9 @@ def heard() -> list[Event]:
 def woken() -> Iterator[list[str]]:
     """Return the aliases whose relays, were they in this process, were woken."""
     calls: list[str] = []
-    watchers = [wake.Watcher(alias, partial(calls.append, alias)) for alias in ("default", "orders")]
+    watchers = [
+        wake.Watcher(alias, partial(lambda alias, queue: calls.append(alias), alias)) for alias in ("default", "orders")
+    ]
     for watcher in watchers:
         watcher.start()
     yield calls

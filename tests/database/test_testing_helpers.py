@@ -86,7 +86,7 @@ class DrainInATestCase(TestCase):
         on_event("bad.thing", name="one")(fail)
         on_event("bad.thing", name="two")(lambda event: Effect.objects.create(key="kept", handler="two"))
         emit("bad.thing")
-        with self.assertLogs("django_outbox.events", "ERROR"):
+        with self.assertLogs("django_outbox.delivery", "ERROR"):
             assert drain() == {"waiting": 1}
         assert list(Effect.objects.values_list("key", flat=True)) == ["kept"]
 

@@ -27,10 +27,15 @@ def _handler() -> None:
     on_event("thing.*", name="listener")(lambda event: None)
 
 
+def _of_alias(on_wake: Callable[[str], None], alias: str, queue: str | None) -> None:
+    assert queue == "events"
+    on_wake(alias)
+
+
 @contextmanager
 def relays(on_wake: Callable[[str], None]) -> Iterator[None]:
     """Watch both aliases from this process, as a relay does."""
-    watchers = [wake.Watcher(alias, partial(on_wake, alias)) for alias in ("default", "orders")]
+    watchers = [wake.Watcher(alias, partial(_of_alias, on_wake, alias)) for alias in ("default", "orders")]
     for watcher in watchers:
         watcher.start()
     try:
@@ -254,14 +259,14 @@ def test_a_connection_that_died_at_the_commit_hook_does_not_raise_into_the_calle
 def test_the_notification_is_a_statement_of_its_own_without_a_payload(raw_connect: RawConnect) -> None:
     """Scenario 7, the size of what is sent."""
     listener = raw_connect()
-    listener.execute(f"LISTEN {wake.CHANNEL}")
+    listener.execute("LISTEN django_outbox_events")
     with CaptureQueriesContext(connection) as queries, transaction.atomic():
         emit_event("thing.done", {"text": "😀" * 3_900})
         emit_event("thing.done", {"text": "x" * 200_000})
     (notice,) = list(listener.notifies(timeout=10, stop_after=1))
-    assert (notice.channel, notice.payload) == (wake.CHANNEL, "")
+    assert (notice.channel, notice.payload) == ("django_outbox_events", "")
     statements = [query["sql"] for query in queries]
-    assert statements[-1] == f"NOTIFY {wake.CHANNEL}"
+    assert statements[-1] == "NOTIFY django_outbox_events"
     assert sum("NOTIFY" in sql for sql in statements) == 1
     assert statements[-2].upper().startswith("COMMIT")
     with connection.cursor() as cursor:

@@ -7,16 +7,16 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from typing import Any
+from typing import Any, TypedDict
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
-from django_outbox.events import EVENTS, registry
+from django_outbox.events import registry
 from django_outbox.management.verbs import HelpFormatter
-from django_outbox.relay import Mode, Relay, Supervisor, ensure_logging, tune_collector
+from django_outbox.relay import WORK, Mode, Relay, Supervisor, ensure_logging, tune_collector
 
 EPILOG = """
 examples:
@@ -33,6 +33,13 @@ exit codes:
 """
 
 
+class _Options(TypedDict):
+    using: str
+    queues: list[str] | None
+    threads: int | None
+    mode: Mode
+
+
 class Command(BaseCommand):
     """Parse, print, and let the relay work."""
 
@@ -47,15 +54,15 @@ class Command(BaseCommand):
         parser.add_argument(
             "--queue",
             action="append",
-            choices=[EVENTS.name],
+            choices=list(WORK),
             metavar="NAME",
-            help=f"Serve this queue; repeatable. Default: all. Queues: {EVENTS.name}.",
+            help=f"Serve this queue; repeatable. Default: all. Queues: {', '.join(WORK)}.",
         )
         parser.add_argument(
             "--threads",
             type=int,
             metavar="N",
-            help='Handler threads per queue. Default: OUTBOX["EVENTS"]["CONCURRENCY"].',
+            help='Handler threads per queue. Default: its CONCURRENCY, as in OUTBOX["EVENTS"]["CONCURRENCY"].',
         )
         parser.add_argument(
             "--processes",
@@ -89,10 +96,11 @@ class Command(BaseCommand):
                 )
         mode: Mode = "once" if options["once"] else "drain" if options["drain"] else "serve"
         ensure_logging()
+        what: _Options = {"using": using, "queues": options["queue"], "threads": threads, "mode": mode}
         if processes is None:
-            counts, code = self._run_relay(using, threads, mode, options["verbosity"])
+            counts, code = self._run_relay(what, options["verbosity"])
         else:
-            counts, code = self._run_supervisor(using, threads, mode, options["verbosity"], processes)
+            counts, code = self._run_supervisor(what, options["verbosity"], processes)
         if options["verbosity"]:
             words = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())) or "nothing to do"
             self.stdout.write(f"Relay ended: {words}.")
@@ -100,9 +108,11 @@ class Command(BaseCommand):
         if code:
             sys.exit(code)
 
-    def _run_relay(self, using: str, threads: int | None, mode: Mode, verbosity: int) -> tuple[Counter[str], int]:
-        show = _Progress(self, using) if mode == "drain" and self.stdout.isatty() and verbosity else None
-        relay = Relay(using=using, threads=threads, mode=mode, progress=show)
+    def _run_relay(self, what: _Options, verbosity: int) -> tuple[Counter[str], int]:
+        show = None
+        if what["mode"] == "drain" and self.stdout.isatty() and verbosity:
+            show = _Progress(self, what)
+        relay = Relay(**what, progress=show)
         if verbosity:
             self._introduce(relay, f"Outbox relay {relay.holder}")
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,27 +123,29 @@ class Command(BaseCommand):
             show.close()
         return relay.counts, code
 
-    def _run_supervisor(
-        self, using: str, threads: int | None, mode: Mode, verbosity: int, processes: int
-    ) -> tuple[Counter[str], int]:
+    def _run_supervisor(self, what: _Options, verbosity: int, processes: int) -> tuple[Counter[str], int]:
         if verbosity:
             # It is never run; it knows what the ones in the other processes will serve.
-            self._introduce(Relay(using=using, threads=threads), f"Outbox relays, {processes} under a supervisor,")
-        supervisor = Supervisor(processes=processes, using=using, threads=threads, mode=mode)
+            self._introduce(Relay(**what), f"Outbox relays, {processes} under a supervisor,")
+        supervisor = Supervisor(processes=processes, **what)
         code = supervisor.run()
         return supervisor.counts, code
 
     def _introduce(self, relay: Relay, who: str) -> None:
-        queue = relay.queue_settings
-        database = connections[relay.using]
-        lines = [
-            f"{who} on database {relay.using!r} ({database.display_name})",
-            (
-                f"  queue {relay.queue.name}: {relay.threads} threads, lease {queue.lease_seconds:g} s,"
+        lines = [f"{who} on database {relay.using!r} ({connections[relay.using].display_name})"]
+        for lane in relay.lanes:
+            queue = lane.settings
+            lines.append(
+                f"  queue {lane.work.queue.name}: {lane.threads} threads, lease {queue.lease_seconds:g} s,"
                 f" time limit {queue.timeout_seconds:g} s, {queue.max_attempts} attempts,"
                 f" poll every {relay.settings.poll_seconds:g} s"
-            ),
-        ]
+            )
+        lines += self._handlers(relay) if any(lane.work.queue.handlers for lane in relay.lanes) else []
+        self.stdout.write("\n".join(lines))
+        self.stdout.flush()
+
+    def _handlers(self, relay: Relay) -> list[str]:
+        lines = []
         for handler in registry.handlers():
             marks = [word for word, on in (("atomic", handler.atomic), ("async", handler.is_async)) if on]
             suffix = f" ({', '.join(marks)})" if marks else ""
@@ -143,18 +155,18 @@ class Command(BaseCommand):
                 "  no handlers are registered: write @on_event(...) functions in a module"
                 f" {relay.settings.handlers_module}.py of an installed app"
             )
-        self.stdout.write("\n".join(lines))
-        self.stdout.flush()
+        return lines
 
 
 class _Progress:
     """One line on the terminal, rewritten a few times a second."""
 
-    def __init__(self, command: BaseCommand, using: str) -> None:
+    def __init__(self, command: BaseCommand, what: _Options) -> None:
         self._command = command
         self._began = time.monotonic()
         self._shown = 0.0
-        self._due = engine.backlog(EVENTS, using=using).due
+        served = what["queues"] or list(WORK)
+        self._due = sum(engine.backlog(WORK[name].queue, using=what["using"]).due for name in served)
 
     def __call__(self, counts: Counter[str]) -> None:
         now = time.monotonic()

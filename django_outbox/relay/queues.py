@@ -1,0 +1,12 @@
+"""The queues that a relay serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from django_outbox import events
+from django_outbox.delivery import Work
+
+WORK: Final[Mapping[str, Work]] = {work.queue.name: work for work in (events.EventWork(),)}
+"""Every queue by name, in the order in which a relay looks at them."""
