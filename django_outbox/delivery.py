@@ -10,12 +10,14 @@ per handler; an email, a webhook delivery and a task have one, and share `Single
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 from uuid import UUID
 
@@ -36,6 +38,7 @@ __all__ = [
     "SingleRun",
     "Step",
     "Work",
+    "announcement",
     "attempt",
     "current_cause",
 ]
@@ -87,6 +90,27 @@ class Cause:
 
 
 current_cause: ContextVar[Cause | None] = ContextVar("django_outbox_cause", default=None)
+
+
+handlers_for: Callable[[str], str] = str
+"""Returns the ``deliveries`` of a new event of a type. Set by ``events``, which stands above this module."""
+
+
+def announcement(
+    settled: engine.Settled, payload: Mapping[str, Any], *, organization_id: str = "", request_id: str = ""
+) -> engine.NewRow:
+    """Return the quiet event, of the queue's ``announcement`` type, that speaks of a row's death."""
+    lease = settled.lease
+    return engine.NewRow(
+        id=engine.new_id(),
+        type=lease.queue.announcement,
+        payload=json.dumps(payload, ensure_ascii=False),
+        deliveries=handlers_for(lease.queue.announcement),
+        organization_id=organization_id,
+        request_id=request_id,
+        causation_id=lease.id,
+        quiet=True,
+    )
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -358,6 +382,10 @@ class Work(ABC):
 
     along: Callable[..., None] | None = None
     """``along(written, *, using)``: what is written in the transaction of a settle, for the rows that it wrote."""
+
+    def along_on(self, using: str) -> Callable[[Sequence[tuple[engine.Settled, str]]], None] | None:
+        """Return `along` for a database, as `engine.settle` takes it."""
+        return None if self.along is None else partial(self.along, using=using)
 
     def rest(self) -> None:  # noqa: B027
         """Close what the calling thread keeps open between rows: it has nothing to do."""

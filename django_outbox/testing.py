@@ -80,7 +80,11 @@ def _drain_some(work: Work, claimer: engine.Claimer, alias: str, counts: Counter
                 counts["released" if engine.release([lease], using=alias) else "lost"] += 1
             else:
                 written = engine.settle(
-                    [settled], schedule=settings.schedule, using=alias, announce=work.announce, along=work.along
+                    [settled],
+                    schedule=settings.schedule,
+                    using=alias,
+                    announce=work.announce,
+                    along=work.along_on(alias),
                 )
                 counts[written.get(lease.id, "lost")] += 1
             work.landed([lease])

@@ -57,7 +57,7 @@ def new_message(*, multi: bool, **fields: Any) -> EmailMessage:
         name.lower() in _ONE_LINE and len(name) + len(value) > 76 for name, value in fields.get("headers", {}).items()
     )
     plain, multiple = (_WholeHeaders, _WholeHeadersMulti) if MODERN and long else (EmailMessage, EmailMultiAlternatives)
-    return cast("EmailMessage", (multiple if multi else plain)(**fields))
+    return (multiple if multi else plain)(**fields)
 
 
 class _WholeMixin:
@@ -128,7 +128,7 @@ def mailers() -> Mapping[str, Mapping[str, Any]] | None:
 
 def default_backend_path() -> str:
     """Return ``EMAIL_BACKEND``; only where `mailers` is ``None``."""
-    return cast("str", django_settings.EMAIL_BACKEND)
+    return django_settings.EMAIL_BACKEND
 
 
 def is_queue(backend: str) -> bool:
@@ -159,6 +159,6 @@ def construct(backend: str | None, *, alias: str) -> BaseEmailBackend:
 def init_base(backend: BaseEmailBackend, *, alias: str | None, options: Mapping[str, Any]) -> None:
     """Call the base class's constructor: it reports unknown options on 6.1, and takes anything before."""
     if _HAS_MAILERS:
-        BaseEmailBackend.__init__(backend, alias=alias, **options)  # type: ignore[call-arg]
+        BaseEmailBackend.__init__(backend, alias=alias, **options)
     else:
         BaseEmailBackend.__init__(backend)

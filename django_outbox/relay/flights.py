@@ -231,7 +231,7 @@ class Flights:
                 schedule=work.settings().schedule,
                 using=self.using,
                 announce=work.announce,
-                along=work.along,
+                along=work.along_on(self.using),
                 again=again,
             )
         except DATABASE_TROUBLE as error:
