@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from django_outbox import events
+from django_outbox import events, mail
 from django_outbox.delivery import Work
 
-WORK: Final[Mapping[str, Work]] = {work.queue.name: work for work in (events.EventWork(),)}
+WORK: Final[Mapping[str, Work]] = {work.queue.name: work for work in (events.EventWork(), mail.EmailWork())}
 """Every queue by name, in the order in which a relay looks at them."""

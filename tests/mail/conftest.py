@@ -1,0 +1,84 @@
+"""What the tests of the email queue share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import django
+import pytest
+from django.core import mail
+from django.core.mail import EmailMessage
+
+from django_outbox.mail import EmailWork
+from django_outbox.relay import queues
+from tests.mail.servers import RealServer, Script, ScriptedServer, real_server, scripted_server
+
+SMTP = "django.core.mail.backends.smtp.EmailBackend"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test meet the pauses of another."""
+    monkeypatch.setattr(queues, "WORK", {**queues.WORK, "email": EmailWork()})
+    monkeypatch.setattr("django_outbox.testing.WORK", queues.WORK)
+
+
+@pytest.fixture
+def work() -> EmailWork:
+    found = queues.WORK["email"]
+    assert isinstance(found, EmailWork)
+    return found
+
+
+@pytest.fixture
+def queued(settings: Any) -> None:
+    """Make the queue Django's backend."""
+    settings.EMAIL_BACKEND = "django_outbox.mail.EmailBackend"
+
+
+@pytest.fixture
+def no_test_outbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mail leave for real: outside of Django's test mode there is no ``mail.outbox``."""
+    monkeypatch.delattr(mail, "outbox")
+
+
+@pytest.fixture
+def smtp(settings: Any, no_test_outbox: None) -> Iterator[RealServer]:
+    """Deliver to a real server."""
+    with real_server() as server:
+        _point_to(settings, server.port)
+        yield server
+
+
+@pytest.fixture
+def scripted(settings: Any, no_test_outbox: None) -> Iterator[Callable[[Script], ScriptedServer]]:
+    """Return a function that starts a scripted server and has mail delivered to it."""
+    with ExitStack() as stack:
+
+        def start(script: Script) -> ScriptedServer:
+            server = stack.enter_context(scripted_server(script))
+            _point_to(settings, server.port)
+            return server
+
+        yield start
+
+
+def _point_to(settings: Any, port: int, **email: Any) -> None:
+    settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", port
+    settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "EMAIL": {"BACKEND": SMTP, **email}}
+
+
+def message(number: int = 1, **fields: Any) -> EmailMessage:
+    """Return a plain message to one recipient."""
+    given = {
+        "subject": f"Number {number}",
+        "body": f"Text of {number}.\n",
+        "from_email": "shop@example.com",
+        "to": [f"user{number}@example.com"],
+    }
+    return EmailMessage(**{**given, **fields})
+
+
+MODERN = django.VERSION >= (6, 0)
