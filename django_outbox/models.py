@@ -467,7 +467,13 @@ class WebhookDelivery(Leasable):
                 fields=["endpoint_id", "created_at", "id"], name="outbox_delivery_ep_dead", condition=Q(status="dead")
             ),
             models.Index(fields=["finished_at", "id"], name="outbox_delivery_failed", condition=Q(status="failed")),
+            # Retention.
             models.Index(fields=["finished_at", "id"], name="outbox_delivery_done", condition=Q(status="done")),
+            models.Index(
+                fields=["dead_at", "id"],
+                name="outbox_delivery_unwanted",
+                condition=Q(status="dead", reason__in=["endpoint_disabled", "endpoint_gone", "endpoint_missing"]),
+            ),
         )
 
     def __str__(self) -> str:

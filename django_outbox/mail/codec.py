@@ -147,7 +147,7 @@ class _Encoder:
         self._size += size
         if self._size > self._settings.max_message_bytes:
             raise InvalidEmail(
-                f"The message is larger than OUTBOX[\"EMAIL\"][\"MAX_MESSAGE_BYTES\"]"
+                f'The message is larger than OUTBOX["EMAIL"]["MAX_MESSAGE_BYTES"]'
                 f" ({self._settings.max_message_bytes}) with its {what}. Send a link to a file that size."
             )
 
@@ -273,7 +273,9 @@ class _Encoder:
                 f"The message has an attribute {min(unknown)!r}, which would be lost. Remove it, or name it in"
                 ' OUTBOX["EMAIL"]["EXTRA_ATTRIBUTES"].'
             )
-        values = {name: getattr(message, name, None) for name in (*ANYMAIL_ATTRIBUTES, *self._settings.extra_attributes)}
+        values = {
+            name: getattr(message, name, None) for name in (*ANYMAIL_ATTRIBUTES, *self._settings.extra_attributes)
+        }
         return {name: self._value(value, name) for name, value in values.items() if name in given or _is_set(value)}
 
     def _value(self, value: Any, path: str) -> Any:
@@ -366,11 +368,7 @@ def _message_id(document: Mapping[str, Any], settings: EmailSettings) -> str:
 
 def _check_by_building(document: dict[str, Any], blobs: Mapping[str, bytes]) -> None:
     # Bytes are encoded whatever they are; only the shape around them can be wrong.
-    mime = {
-        each["mime"]
-        for each in _references(document)
-        if "mime" in each
-    }
+    mime = {each["mime"] for each in _references(document) if "mime" in each}
     small = {digest: content if digest in mime else b"" for digest, content in blobs.items()}
     message = _message(document, small, with_message_id=True)
     try:

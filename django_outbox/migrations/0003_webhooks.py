@@ -157,6 +157,14 @@ class Migration(migrations.Migration):
                         fields=["finished_at", "id"],
                         name="outbox_delivery_done",
                     ),
+                    models.Index(
+                        condition=models.Q(
+                            ("reason__in", ["endpoint_disabled", "endpoint_gone", "endpoint_missing"]),
+                            ("status", "dead"),
+                        ),
+                        fields=["dead_at", "id"],
+                        name="outbox_delivery_unwanted",
+                    ),
                 ],
                 "constraints": [
                     models.CheckConstraint(
