@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from django_outbox import events, mail
+from django_outbox import events, mail, webhooks
 from django_outbox.delivery import Work
 
-WORK: Final[Mapping[str, Work]] = {work.queue.name: work for work in (events.EventWork(), mail.EmailWork())}
+WORK: Final[Mapping[str, Work]] = {
+    work.queue.name: work
+    for work in (events.EventWork(), mail.EmailWork(), webhooks.WebhookWork(owed_to=events.registry.deliveries))
+}
 """Every queue by name, in the order in which a relay looks at them."""
