@@ -448,6 +448,12 @@ def _item_problems(path: str, values: Sequence[object], meta: Mapping[str, Any])
                 yield Problem("E003", f"{where} is not a network: {error}.", meta["doc"])
 
 
+WEBHOOK_LOOKUP_SECONDS: Final = 5.0
+"""How long the look-up of an endpoint's name may take."""
+WEBHOOK_LEASE_MARGIN_SECONDS: Final = 30.0
+"""What a lease must leave beside look-up and request, so that a renewal that fails can be tried again."""
+
+
 def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
     if built.database not in django_settings.DATABASES:
         yield Problem(
@@ -476,3 +482,13 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
                 f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )
+    hooks = built.webhooks
+    needed = WEBHOOK_LOOKUP_SECONDS + hooks.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
+    if hooks.lease_seconds < needed:
+        yield Problem(
+            "E031",
+            f'OUTBOX["WEBHOOKS"]: LEASE_SECONDS ({hooks.lease_seconds:g}) does not cover a look-up'
+            f" ({WEBHOOK_LOOKUP_SECONDS:g} s), a request ({hooks.timeout_seconds:g} s) and"
+            f" {WEBHOOK_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send the same again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )
