@@ -14,7 +14,7 @@ from uuid import UUID
 
 from django_outbox import lease as engine
 from django_outbox import wake
-from django_outbox.conf import WebhookSettings, get_settings
+from django_outbox.conf import WEBHOOK_LEASE_MARGIN_SECONDS, WebhookSettings, get_settings
 from django_outbox.delivery import LeaseLost, Result, SingleRun, Work
 from django_outbox.errors import InvalidSettings, UnsafeURL, clean_error
 from django_outbox.webhooks import store
@@ -27,8 +27,6 @@ from django_outbox.webhooks.transport import RESPONSE_LIMIT, Answer, send
 logger = logging.getLogger("django_outbox.webhooks")
 
 USER_AGENT: Final = "django-outbox/0.1.0"
-LEASE_MARGIN_SECONDS: Final = 30.0
-"""What a lease must leave beside the look-up and the request, for a renewal to fail and be tried again."""
 STEP_MARGIN_SECONDS: Final = 10.0
 """What a step may take beside them; the transport's own deadline comes first."""
 
@@ -493,4 +491,4 @@ class WebhookWork(Work):
 
 def _probe_seconds(settings: WebhookSettings) -> float:
     """Return for how long the request that a half-open breaker lets through keeps out the others."""
-    return LOOKUP_SECONDS + settings.timeout_seconds + LEASE_MARGIN_SECONDS
+    return LOOKUP_SECONDS + settings.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
