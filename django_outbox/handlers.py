@@ -13,12 +13,17 @@ from typing import Final
 
 from django.conf import settings as django_settings
 
-from django_outbox import webhooks
+from django_outbox import audit, webhooks
 from django_outbox.conf import get_settings, problems
 from django_outbox.delivery import current_cause
 from django_outbox.events import Event, on_event
 
 __all__ = ["register_builtin_handlers"]
+
+
+def write_audit_entry(event: Event) -> None:
+    """Enter the event in the audit log."""
+    audit.append(event)
 
 
 def fan_out_to_webhooks(event: Event) -> None:
@@ -34,6 +39,7 @@ class _Builtin:
 
 
 _BUILTIN: Final = {
+    "audit-log": _Builtin(("*",), write_audit_entry),
     "webhook-fanout": _Builtin(("*",), fan_out_to_webhooks),
 }
 
