@@ -19,7 +19,18 @@ from django.db.models import F, Func, Q, TextField, Value
 from django.db.models.lookups import Exact
 from django.utils import timezone
 
-__all__ = ["JSONTypeOf", "Leasable", "OutboxEvent", "Status", "UTCDateTimeField"]
+__all__ = [
+    "EmailPriority",
+    "JSONTypeOf",
+    "Leasable",
+    "OutboxEmail",
+    "OutboxEmailAttachment",
+    "OutboxEmailBlob",
+    "OutboxEmailContent",
+    "OutboxEvent",
+    "Status",
+    "UTCDateTimeField",
+]
 
 
 class Status(models.TextChoices):
@@ -208,3 +219,133 @@ class OutboxEvent(Leasable):
 
     def __str__(self) -> str:
         return f"{self.type} {self.pk}"
+
+
+class EmailPriority(models.IntegerChoices):
+    """The lanes of the email queue, in the order in which they are looked at."""
+
+    URGENT = 0, "urgent"
+    NORMAL = 1, "normal"
+    BULK = 2, "bulk"
+
+
+class OutboxEmail(Leasable):
+    """One email on its way; what it says is in `OutboxEmailContent`."""
+
+    priority = models.SmallIntegerField(choices=EmailPriority.choices, db_default=EmailPriority.NORMAL.value)
+    backend_alias = models.CharField(max_length=64, db_default="default", help_text="What it is delivered with.")
+    subject = models.CharField(max_length=255, blank=True, db_default="", help_text="A copy; none if sensitive.")
+    recipient = models.CharField(max_length=320, blank=True, db_default="", help_text="The first one.")
+    message_id = models.CharField(max_length=255, help_text="The same at every attempt.")
+    provider_message_id = models.CharField(max_length=255, blank=True, db_default="")
+    idempotency_key = models.CharField(max_length=255, null=True, blank=True, unique=True)
+    expires_at = UTCDateTimeField(null=True, blank=True)
+    sensitive = models.BooleanField(db_default=False, help_text="Its content goes once it is sent or given up.")
+    wiped = models.BooleanField(db_default=False, help_text="Its content is gone; it cannot be sent again.")
+    maybe_sent = models.BooleanField(db_default=False, help_text="A failed attempt may have reached its recipients.")
+    failure_kind = models.CharField(max_length=32, blank=True, db_default="")
+    last_code = models.CharField(max_length=16, blank=True, db_default="", help_text="Of the server's last refusal.")
+    refused = models.JSONField(default=dict, help_text="Recipient → what the server said of it.")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    request_id = models.CharField(max_length=255, blank=True, db_default="")
+    causation_id = models.UUIDField(null=True, blank=True)
+
+    class Meta(Leasable.Meta):
+        db_table = "django_outbox_email"
+        verbose_name = "email"
+        verbose_name_plural = "emails"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_outboxemail", "Can retry emails"),
+            ("discard_outboxemail", "Can discard emails"),
+            ("read_outboxemail", "Can read what emails say"),
+        )
+        constraints = (
+            *Leasable.Meta.constraints,
+            models.CheckConstraint(condition=is_json_object("refused"), name="django_outbox_email_refused_object"),
+        )
+        indexes = (
+            # A claim takes one lane of one backend, so that a paused backend costs the others nothing.
+            models.Index(
+                fields=["priority", "backend_alias", "created_at", "id"],
+                name="outbox_email_lane_pending",
+                condition=Q(status="pending"),
+            ),
+            models.Index(
+                fields=["priority", "backend_alias", "due_at", "id"],
+                name="outbox_email_lane_waiting",
+                condition=Q(status="waiting"),
+            ),
+            models.Index(
+                fields=["priority", "backend_alias", "due_at", "id"],
+                name="outbox_email_lane_replay",
+                condition=Q(status="dead", due_at__isnull=False),
+            ),
+            # Across the lanes: when something falls due next, how old the oldest is, what operators look at.
+            models.Index(fields=["created_at", "id"], name="outbox_email_pending", condition=Q(status="pending")),
+            models.Index(fields=["due_at", "id"], name="outbox_email_waiting", condition=Q(status="waiting")),
+            models.Index(
+                fields=["due_at", "id"], name="outbox_email_replay", condition=Q(status="dead", due_at__isnull=False)
+            ),
+            models.Index(fields=["dead_at", "id"], name="outbox_email_dead", condition=Q(status="dead")),
+            models.Index(fields=["finished_at", "id"], name="outbox_email_failed", condition=Q(status="failed")),
+            models.Index(fields=["finished_at", "id"], name="outbox_email_done", condition=Q(status="done")),
+            # "Did it reach her?", and what a bounce is about.
+            models.Index(fields=["recipient", "id"], name="outbox_email_recipient"),
+            models.Index(fields=["message_id", "id"], name="outbox_email_message_id"),
+            models.Index(
+                fields=["provider_message_id", "id"], name="outbox_email_provider", condition=~Q(provider_message_id="")
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.message_id} to {self.recipient}"
+
+
+class OutboxEmailContent(models.Model):
+    """What an email says, apart from the row that claims and settles rewrite: JSON as `mail.codec` writes it."""
+
+    email_id = models.UUIDField(primary_key=True, editable=False)
+    document = models.TextField()
+
+    class Meta:
+        db_table = "django_outbox_email_content"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class OutboxEmailBlob(models.Model):
+    """The bytes of an attachment, which several emails may share. Never changed."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    # Not unique: two transactions that store the same bytes must not wait for one another.
+    sha256 = models.CharField(max_length=64)
+    content = models.BinaryField()
+
+    class Meta:
+        db_table = "django_outbox_email_blob"
+        default_permissions = ()
+        indexes = (models.Index(fields=["sha256"], name="outbox_email_blob_sha256"),)
+
+    def __str__(self) -> str:
+        return self.sha256
+
+
+class OutboxEmailAttachment(models.Model):
+    """That an email needs a blob."""
+
+    email_id = models.UUIDField()
+    blob_id = models.UUIDField()
+
+    class Meta:
+        db_table = "django_outbox_email_attachment"
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(fields=["email_id", "blob_id"], name="django_outbox_email_attachment_once"),
+        )
+        indexes = (models.Index(fields=["blob_id"], name="outbox_email_attachment_blob"),)
+
+    def __str__(self) -> str:
+        return f"{self.email_id} {self.blob_id}"

@@ -18,6 +18,7 @@ All the SQL is here, for PostgreSQL and SQLite. What holds for every statement:
 from __future__ import annotations
 
 from django_outbox.lease.claim import Claimer, next_due_seconds
+from django_outbox.lease.enqueue import insert_rows, keep_rows
 from django_outbox.lease.insert import insert_events
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
 from django_outbox.lease.rows import (
@@ -65,6 +66,8 @@ __all__ = [
     "discard",
     "holder_name",
     "insert_events",
+    "insert_rows",
+    "keep_rows",
     "new_id",
     "new_ids",
     "next_due_seconds",

@@ -1,0 +1,3 @@
+"""The webhook queue: signed requests to customers' endpoints."""
+
+from __future__ import annotations
