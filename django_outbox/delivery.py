@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 from uuid import UUID
 
@@ -358,6 +359,10 @@ class Work(ABC):
 
     along: Callable[..., None] | None = None
     """``along(written, *, using)``: what is written in the transaction of a settle, for the rows that it wrote."""
+
+    def along_on(self, using: str) -> Callable[[Sequence[tuple[engine.Settled, str]]], None] | None:
+        """Return `along` for a database, as the engine's settle takes it."""
+        return None if self.along is None else partial(self.along, using=using)
 
     def rest(self) -> None:  # noqa: B027
         """Close what the calling thread keeps open between rows: it has nothing to do."""

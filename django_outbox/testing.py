@@ -87,7 +87,11 @@ def _end(work: Work, settled: engine.Settled, alias: str) -> str:
         return "released" if engine.release([settled.lease], using=alias) else "lost"
     while True:
         written = engine.settle(
-            [settled], schedule=work.settings().schedule, using=alias, announce=work.announce, along=work.along
+            [settled],
+            schedule=work.settings().schedule,
+            using=alias,
+            announce=work.announce,
+            along=work.along_on(alias),
         )
         if (status := written.get(settled.lease.id, "lost")) != engine.LOCKED:
             return status

@@ -65,7 +65,7 @@ class Flights:
         self.landed = threading.Condition()
         """Notified whenever rows leave."""
         self.claiming = threading.Lock()
-        """Held over a claim until its rows are in flight."""
+        """Held over a claim until its rows are in flight, and over writes that a fence must not change under."""
         self._health = health
         self._when_landed = landed
         self._outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
@@ -137,7 +137,8 @@ class Flights:
         for start in range(0, len(flights), SETTLE_LIMIT):
             chunk = flights[start : start + SETTLE_LIMIT]
             try:
-                self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
+                with self.claiming:
+                    self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
             except DATABASE_TROUBLE as error:
                 # Their leases run out by themselves.
                 self._health.failed("release", error)
@@ -225,13 +226,14 @@ class Flights:
         try:
             for _, settled in released:
                 if settled.delivered:
-                    engine.record(settled.lease, using=self.using, delivered=settled.delivered)
+                    with self.claiming:
+                        engine.record(settled.lease, using=self.using, delivered=settled.delivered)
             written = engine.settle(
                 [settled for _, settled in ended],
                 schedule=work.settings().schedule,
                 using=self.using,
                 announce=work.announce,
-                along=work.along,
+                along=work.along_on(self.using),
                 again=again,
             )
         except DATABASE_TROUBLE as error:
