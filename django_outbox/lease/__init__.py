@@ -18,8 +18,9 @@ All the SQL is here, for PostgreSQL and SQLite. What holds for every statement:
 from __future__ import annotations
 
 from django_outbox.lease.claim import Claimer, next_due_seconds
+from django_outbox.lease.due import Scope, due_scopes
 from django_outbox.lease.enqueue import insert_rows, keep_rows
-from django_outbox.lease.insert import insert_events
+from django_outbox.lease.insert import insert_events, insert_tasks
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
 from django_outbox.lease.rows import (
     Clock,
@@ -28,6 +29,7 @@ from django_outbox.lease.rows import (
     Fail,
     Lease,
     NewRow,
+    NewTask,
     Outcome,
     Park,
     Queue,
@@ -55,18 +57,22 @@ __all__ = [
     "Fail",
     "Lease",
     "NewRow",
+    "NewTask",
     "Outcome",
     "Park",
     "Queue",
     "Released",
     "Report",
     "Retry",
+    "Scope",
     "Settled",
     "backlog",
     "discard",
+    "due_scopes",
     "holder_name",
     "insert_events",
     "insert_rows",
+    "insert_tasks",
     "keep_rows",
     "new_id",
     "new_ids",

@@ -1,4 +1,4 @@
-"""The event insert."""
+"""The inserts of events and of tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import UUID
 from django.apps import apps
 from django.db import connections
 
-from django_outbox.lease.rows import NewRow
+from django_outbox.lease.rows import NewRow, NewTask
 from django_outbox.lease.vendors import Dialect, SQLite, dialect_of
 
 _EVENT_COLUMNS: Final = (
@@ -33,7 +33,30 @@ _EVENT_COLUMNS: Final = (
 )
 
 
-_ONE_ROW: Final = f"(SELECT {', '.join(f'%s::{kind} AS {name}' for name, kind in _EVENT_COLUMNS)}) AS r"
+_TASK_COLUMNS: Final = (
+    ("id", "uuid"),
+    ("task_path", "text"),
+    ("backend_alias", "text"),
+    ("queue_name", "text"),
+    ("priority", "int"),
+    ("payload", "jsonb"),
+    ("run_after", "timestamptz"),
+    ("max_attempts", "int"),
+    ("timeout_seconds", "float8"),
+    ("waits", "jsonb"),
+    ("dedupe_key", "text"),
+    ("organization_id", "text"),
+    ("request_id", "text"),
+    ("causation_id", "uuid"),
+    ("quiet", "boolean"),
+)
+
+_Columns = tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=8)
+def _one_row(columns: _Columns) -> str:
+    return f"(SELECT {', '.join(f'%s::{kind} AS {name}' for name, kind in columns)}) AS r"
 
 
 def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
@@ -49,7 +72,7 @@ def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
     dialect = dialect_of(connection)
     table = connection.ops.quote_name(apps.get_model("django_outbox", "OutboxEvent")._meta.db_table)
     given = any(row.given_id for row in rows)
-    source, params = _event_source(rows, dialect)
+    source, params = _source(_EVENT_COLUMNS, rows, dialect)
     with connection.cursor() as cursor:
         cursor.execute(_insert_statement(dialect, dialect.clock, table, source, given), params)
         if given:
@@ -83,22 +106,63 @@ def _insert_statement(
         {"WHERE true ON CONFLICT (id) DO NOTHING RETURNING id" if given else ""}"""
 
 
-def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[Any]]:
+def insert_tasks(rows: Sequence[NewTask], *, using: str) -> dict[UUID, float]:
+    """
+    Insert task rows in the caller's transaction; return id → creation time (seconds since 1970) of those written.
+
+    A row that has a ``dedupe_key`` writes nothing while another of its task and key is
+    pending or waiting: the unique index of those decides, and waits for a transaction
+    under way that writes the same. One statement on either database: a process that dies
+    before the caller's commit leaves nothing.
+    """
+    if not rows:
+        return {}
+    connection = connections[using]
+    dialect = dialect_of(connection)
+    table = connection.ops.quote_name(apps.get_model("django_outbox", "OutboxTask")._meta.db_table)
+    keyed = any(row.dedupe_key for row in rows)
+    source, params = _source(_TASK_COLUMNS, rows, dialect)
+    with connection.cursor() as cursor:
+        cursor.execute(_task_statement(dialect, dialect.clock, table, source, keyed), params)
+        # SQLite keeps milliseconds, and its arithmetic is off by some microseconds.
+        digits = 3 if isinstance(dialect, SQLite) else 6
+        return {dialect.id_value(id_): round(float(created), digits) for id_, created in cursor.fetchall()}
+
+
+@lru_cache(maxsize=256)
+def _task_statement(
+    dialect: Dialect,
+    clock: str,
+    table: str,
+    source: str,
+    keyed: bool,  # noqa: FBT001  positional, for the cache
+) -> str:
+    own = ", ".join(name for name, _ in _TASK_COLUMNS if name != "run_after")
+    values = ", ".join(f"r.{name}" for name, _ in _TASK_COLUMNS if name != "run_after")
+    # Without a target, since no other constraint can be violated: the ids are new.
+    conflict = "WHERE true ON CONFLICT DO NOTHING" if keyed else ""
+    return f"""
+        INSERT INTO {table} ({own}, created_at, status, due_at, not_before, errors, worker_ids)
+        SELECT {values}, {clock}, CASE WHEN r.run_after IS NULL THEN 'pending' ELSE 'waiting' END,
+            r.run_after, r.run_after, '[]', '[]'
+        FROM {source} {conflict}
+        RETURNING id, {dialect.epoch("created_at")}"""
+
+
+def _source(columns: _Columns, rows: Sequence[NewRow] | Sequence[NewTask], dialect: Dialect) -> tuple[str, list[Any]]:
     """Return a FROM item named ``r`` with the rows in it, and its parameters."""
     if isinstance(dialect, SQLite):
-        values = [[_sqlite_value(getattr(row, name)) for name, _ in _EVENT_COLUMNS] for row in rows]
-        fields = ", ".join(
-            f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(_EVENT_COLUMNS)
-        )
+        values = [[_sqlite_value(getattr(row, name)) for name, _ in columns] for row in rows]
+        fields = ", ".join(f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(columns))
         return f"(SELECT {fields} FROM json_each(%s)) AS r", [json.dumps(values, ensure_ascii=False)]
     if len(rows) == 1:
-        return _ONE_ROW, [getattr(rows[0], name) for name, _ in _EVENT_COLUMNS]
+        return _one_row(columns), [getattr(rows[0], name) for name, _ in columns]
     # What all rows share goes in once as a scalar, only what differs as arrays.
     arrays: list[tuple[str, str]] = []
     scalars: list[str] = []
     array_params: list[Any] = []
     scalar_params: list[Any] = []
-    for name, kind in _EVENT_COLUMNS:
+    for name, kind in columns:
         column = [getattr(row, name) for row in rows]
         first = column[0]
         if name != "id" and column.count(first) == len(column):
