@@ -17,8 +17,11 @@ else:
     from django_tasks.exceptions import TaskResultDoesNotExist, TaskResultMismatch
     from django_tasks.signals import task_enqueued, task_finished, task_started
 
-task: Any = _task
-"""Untyped: the stubs know Django's own options of ``using`` alone."""
+
+def task(*args: Any, **kwargs: Any) -> Any:
+    """Declare a task; untyped, because the stubs know Django's own options of ``using`` alone."""
+    return _task(*args, **kwargs)
+
 
 __all__ = [
     "InvalidTask",
@@ -32,3 +35,8 @@ __all__ = [
     "task_finished",
     "task_started",
 ]
+
+
+def task(*args: Any, **kwargs: Any) -> Any:
+    """Declare a task; untyped, because the stubs know Django's own options of ``using`` alone."""
+    return _task(*args, **kwargs)
