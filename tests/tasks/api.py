@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,6 @@ else:
     from django_tasks.exceptions import TaskResultDoesNotExist, TaskResultMismatch
     from django_tasks.signals import task_enqueued, task_finished, task_started
 
-
-def task(*args: Any, **kwargs: Any) -> Any:
-    """Declare a task; untyped, because the stubs know Django's own options of ``using`` alone."""
-    return _task(*args, **kwargs)
-
-
 __all__ = [
     "InvalidTask",
     "TaskResultDoesNotExist",
@@ -34,9 +29,17 @@ __all__ = [
     "task_enqueued",
     "task_finished",
     "task_started",
+    "task_with",
 ]
 
 
-def task(*args: Any, **kwargs: Any) -> Any:
+def task(function: Callable[..., Any]) -> Any:
     """Declare a task; untyped, because the stubs know Django's own options of ``using`` alone."""
-    return _task(*args, **kwargs)
+    return _task(function)
+
+
+def task_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a task with options of the decorator."""
+    decorate: Any = _task
+    decorator: Callable[[Callable[..., Any]], Any] = decorate(**options)
+    return decorator

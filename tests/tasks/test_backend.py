@@ -32,6 +32,7 @@ from tests.tasks.api import (
     task_enqueued,
     task_finished,
     task_started,
+    task_with,
 )
 from tests.testapp import tasks
 
@@ -193,7 +194,7 @@ def test_a_task_must_be_a_function_of_a_module_and_its_context_the_first_argumen
     with pytest.raises(InvalidTask, match="module level"):
         task(lambda: None)
     with pytest.raises(InvalidTask, match="context"):
-        task(takes_context=True)(tasks.not_a_task)
+        task_with(takes_context=True)(tasks.not_a_task)
 
 
 def test_a_backend_without_a_list_of_queues_takes_any_name_that_fits() -> None:
@@ -231,7 +232,7 @@ def test_a_task_with_options_can_be_pickled() -> None:
 
 def test_the_decorator_takes_our_options_where_djangos_does() -> None:
     try:
-        chosen = task(max_attempts=2, retry=[1])(tasks.not_a_task)
+        chosen = task_with(max_attempts=2, retry=[1])(tasks.not_a_task)
     except TypeError:
         pytest.skip("this version's decorator takes Django's own options only")
     assert (chosen.max_attempts, chosen.retry) == (2, (1,))

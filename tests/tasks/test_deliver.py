@@ -61,7 +61,8 @@ def row(result: Any) -> OutboxTask:
 
 def wait_seconds(stored: OutboxTask) -> float:
     assert stored.due_at is not None
-    return (stored.due_at - datetime.now(UTC)).total_seconds()
+    seconds: float = (stored.due_at - datetime.now(UTC)).total_seconds()
+    return seconds
 
 
 # --- it ends well ----------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def test_a_failed_call_is_tried_again_by_the_queues_schedule(heard: list[Any]) -
 
 def test_after_its_last_attempt_it_is_dead_announced_and_waits_for_a_person(heard: list[Any]) -> None:
     announced: list[Any] = []
-    on_event("task.dead", name="alarm")(lambda event: announced.append(event))
+    on_event("task.dead", name="alarm")(announced.append)
     result = tasks.fail.using(max_attempts=2, retry=[60]).enqueue("no luck")
     assert run(result).status == "waiting"
     stored = run(result, minutes=2)

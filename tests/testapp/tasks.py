@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from django_outbox import Reject, RetryLater, emit_event
-from tests.tasks.api import task
+from tests.tasks.api import task, task_with
 from tests.testapp.models import Note
 
 calls: list[Any] = []
@@ -59,7 +59,7 @@ def refuse() -> None:
     raise Reject("never")
 
 
-@task(takes_context=True)
+@task_with(takes_context=True)
 def tell(context: Any, extra: str = "") -> dict[str, Any]:
     result = context.task_result
     return {
@@ -71,7 +71,7 @@ def tell(context: Any, extra: str = "") -> dict[str, Any]:
     }
 
 
-@task(priority=5, queue_name="reports")
+@task_with(priority=5, queue_name="reports")
 async def wait(seconds: float = 0.0) -> str:
     await asyncio.sleep(seconds)
     return "waited"
