@@ -387,9 +387,6 @@ class OutboxTask(Leasable):
         constraints = (
             *Leasable.Meta.constraints,
             models.CheckConstraint(condition=is_json_object("payload"), name="django_outbox_task_payload_object"),
-            models.CheckConstraint(
-                condition=Q(priority__gte=-100, priority__lte=100), name="django_outbox_task_priority"
-            ),
             # A key is held by the row that may still run. A dead one holds nothing, and no claim touches this.
             models.UniqueConstraint(
                 fields=["task_path", "dedupe_key"],

@@ -121,31 +121,63 @@ def insert_tasks(rows: Sequence[NewTask], *, using: str) -> dict[UUID, float]:
     dialect = dialect_of(connection)
     table = connection.ops.quote_name(apps.get_model("django_outbox", "OutboxTask")._meta.db_table)
     keyed = any(row.dedupe_key for row in rows)
-    source, params = _source(_TASK_COLUMNS, rows, dialect)
+    if len(rows) == 1:
+        sql = _one_task_statement(dialect, dialect.clock, table, keyed)
+        params = _task_values(rows[0], dialect)
+    else:
+        source, params = _source(_TASK_COLUMNS, rows, dialect)
+        sql = _tasks_statement(dialect, dialect.clock, table, source, keyed)
     with connection.cursor() as cursor:
-        cursor.execute(_task_statement(dialect, dialect.clock, table, source, keyed), params)
+        cursor.execute(sql, params)
         # SQLite keeps milliseconds, and its arithmetic is off by some microseconds.
         digits = 3 if isinstance(dialect, SQLite) else 6
         return {dialect.id_value(id_): round(float(created), digits) for id_, created in cursor.fetchall()}
 
 
+_TASK_OWN: Final = tuple(name for name, _ in _TASK_COLUMNS if name != "run_after")
+_TASK_TARGET: Final = f"({', '.join(_TASK_OWN)}, created_at, errors, worker_ids, status, due_at, not_before)"
+# Without a target, since no other constraint can be violated: the ids are new.
+_SKIP_TAKEN: Final = "ON CONFLICT DO NOTHING"
+
+
+@lru_cache(maxsize=64)
+def _one_task_statement(
+    dialect: Dialect,
+    clock: str,
+    table: str,
+    keyed: bool,  # noqa: FBT001  positional, for the cache
+) -> str:
+    """Return the INSERT of one row: plain VALUES take a third less time to plan than a SELECT."""
+    values = ", ".join(["%s"] * len(_TASK_OWN))
+    return f"""
+        INSERT INTO {table} {_TASK_TARGET} VALUES ({values}, {clock}, '[]', '[]', %s, %s, %s)
+        {_SKIP_TAKEN if keyed else ""} RETURNING id, {dialect.epoch("created_at")}"""
+
+
+def _task_values(row: NewTask, dialect: Dialect) -> list[Any]:
+    values = [
+        *(getattr(row, name) for name in _TASK_OWN),
+        "pending" if row.run_after is None else "waiting",
+        row.run_after,
+        row.run_after,
+    ]
+    return [_sqlite_value(value) for value in values] if isinstance(dialect, SQLite) else values
+
+
 @lru_cache(maxsize=256)
-def _task_statement(
+def _tasks_statement(
     dialect: Dialect,
     clock: str,
     table: str,
     source: str,
     keyed: bool,  # noqa: FBT001  positional, for the cache
 ) -> str:
-    own = ", ".join(name for name, _ in _TASK_COLUMNS if name != "run_after")
-    values = ", ".join(f"r.{name}" for name, _ in _TASK_COLUMNS if name != "run_after")
-    # Without a target, since no other constraint can be violated: the ids are new.
-    conflict = "WHERE true ON CONFLICT DO NOTHING" if keyed else ""
+    values = ", ".join(f"r.{name}" for name in _TASK_OWN)
     return f"""
-        INSERT INTO {table} ({own}, created_at, status, due_at, not_before, errors, worker_ids)
-        SELECT {values}, {clock}, CASE WHEN r.run_after IS NULL THEN 'pending' ELSE 'waiting' END,
-            r.run_after, r.run_after, '[]', '[]'
-        FROM {source} {conflict}
+        INSERT INTO {table} {_TASK_TARGET}
+        SELECT {values}, {clock}, '[]', '[]', CASE WHEN r.run_after IS NULL THEN 'pending' ELSE 'waiting' END,
+            r.run_after, r.run_after
+        FROM {source} {f"WHERE true {_SKIP_TAKEN}" if keyed else ""}
         RETURNING id, {dialect.epoch("created_at")}"""
 
 

@@ -183,10 +183,6 @@ class Migration(migrations.Migration):
                         ),
                         name="django_outbox_task_payload_object",
                     ),
-                    models.CheckConstraint(
-                        condition=models.Q(("priority__gte", -100), ("priority__lte", 100)),
-                        name="django_outbox_task_priority",
-                    ),
                     models.UniqueConstraint(
                         condition=models.Q(
                             ("status__in", ["pending", "waiting"]), models.Q(("dedupe_key", ""), _negated=True)

@@ -159,5 +159,3 @@ def deferred(bench: Bench) -> Iterator[Line]:
         unit="tasks/s",
         at_least=0.8,
     )
-
-
