@@ -10,7 +10,19 @@ when it is imported, so tasks may be declared in any app, wherever it stands.
 from __future__ import annotations
 
 from django_outbox.tasks.backend import Call, OutboxTaskBackend, Task, enqueue_many
+from django_outbox.tasks.compat import AVAILABLE as API_AVAILABLE
+from django_outbox.tasks.compat import MISSING as API_MISSING
 from django_outbox.tasks.deliver import TaskRun, TaskWork
 from django_outbox.tasks.store import TASKS
 
-__all__ = ["TASKS", "Call", "OutboxTaskBackend", "Task", "TaskRun", "TaskWork", "enqueue_many"]
+__all__ = [
+    "API_AVAILABLE",
+    "API_MISSING",
+    "TASKS",
+    "Call",
+    "OutboxTaskBackend",
+    "Task",
+    "TaskRun",
+    "TaskWork",
+    "enqueue_many",
+]

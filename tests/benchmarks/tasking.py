@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from django.db import connection, transaction
-
 from django_tasks_db.management.commands.db_worker import Worker
 from django_tasks_db.models import DBTaskResult
 
@@ -133,7 +132,8 @@ _FLOOD = f"""
         (lpad(to_hex(1700000000000 + n), 12, '0') || '70008000' || lpad(to_hex(n), 12, '0'))::uuid,
         'tests.benchmarks.tasks.nothing', 100, '{{"args": [1], "kwargs": {{}}}}', '[]', '[]', clock_timestamp(),
         'waiting', later, later
-    FROM generate_series(1, %s) AS n, LATERAL (SELECT clock_timestamp() + interval '1 day' * (n %% 30 + 1) AS later) AS t
+    FROM generate_series(1, %s) AS n,
+        LATERAL (SELECT clock_timestamp() + interval '1 day' * (n %% 30 + 1) AS later) AS t
 """
 
 
