@@ -103,8 +103,11 @@ def test_each_of_them_delivers_and_none_is_the_supervisor(start_relay: StartRela
     assert set(stage.counts("end").values()) == {1}
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.postgres)])
-@pytest.mark.parametrize("command", [("-m", "django"), ("manage.py",)], ids=["django", "manage"])
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [(("manage.py",), "1"), pytest.param(("-m", "django"), "2", marks=pytest.mark.postgres)],
+    ids=["manage", "django"],
+)
 def test_drain_ends_when_each_of_them_has_drained(
     start_relay: StartRelay, command: tuple[str, ...], processes: str
 ) -> None:
