@@ -1,0 +1,27 @@
+"""The ledger: what the business wrote, and what the handlers did about it."""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class Order(models.Model):
+    """A business row; its event bears its number as the aggregate's id."""
+
+    number = models.CharField(max_length=40, unique=True)
+
+    def __str__(self) -> str:
+        return self.number
+
+
+class Effect(models.Model):
+    """One side effect of one handler for one event. Nothing refuses a second one: the judge counts them."""
+
+    event = models.UUIDField()
+    handler = models.CharField(max_length=64)
+    number = models.CharField(max_length=40)
+    pid = models.IntegerField()
+    at = models.FloatField()
+
+    def __str__(self) -> str:
+        return f"{self.handler}: {self.number}"
