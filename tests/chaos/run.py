@@ -78,9 +78,9 @@ class Emitter(threading.Thread):
         self._away = away
 
     def run(self) -> None:
-        """Emit about fifty events a second until told to stop."""
+        """Emit about twenty events a second until told to stop."""
         written = 0
-        while not self.over.wait(self._chance.expovariate(10)):
+        while not self.over.wait(self._chance.expovariate(4)):
             numbers = [f"{self.name}-{written + place}" for place in range(self._chance.choice((1, 1, 1, 2, 5, 20)))]
             written += len(numbers)
             began = time.time()
