@@ -100,12 +100,11 @@ def judge(run: Run) -> Verdict:
             ),
         ),
         (
-            f"{doubled.total()} duplicates among {sum(map(len, effects.values())):,} effects, each where a process died"
-            " or paused, a session was cut or a lease was lost",
+            f"{doubled.total()} duplicates among {verdict.facts['effects']:,} effects, all explained",
             _few("a duplicate has no explanation", unexplained),
         ),
         (
-            "relays ended only when killed or asked, then with 0; no business commit failed while the database was there",
+            "relays ended only when killed or asked; no business commit failed while the database was there",
             [
                 *run.problems,
                 *(problem for place in run.places for problem in place.problems),

@@ -133,7 +133,7 @@ class Run:
         self._deck: list[str] = []
         self._resume: list[tuple[float, int]] = []
         """Paused processes, and when they go on."""
-        arguments = {"first": ("--threads", "4")}
+        arguments: dict[str, tuple[str, ...]] = {"first": ("--threads", "4")}
         if server is not None:
             arguments |= {"second": ("--threads", "2"), "supervised": ("--processes", "2", "--threads", "2")}
         self.places = [Place(name, *options, directory=directory) for name, options in arguments.items()]
@@ -293,7 +293,9 @@ class Run:
             sessions = [pid for (pid,) in cursor.fetchall()]
             sessions = self._chance.sample(sessions, round(len(sessions) * share))
             before = self._in_hand()
-            cursor.execute("SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM unnest(%s) AS pid", [sessions])
+            cursor.execute(
+                "SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM unnest(%s) AS pid", [sessions]
+            )
             incident.in_hand = before | self._in_hand()
         incident.ended = time.time()
 

@@ -8,7 +8,5 @@ from tests.settings import *  # noqa: F403
 # Without the admin and what it brings along: many processes are started, and each would import it.
 INSTALLED_APPS = [name for name in INSTALLED_APPS if not name.startswith("django.")]  # noqa: F405
 INSTALLED_APPS += ["tests.concurrency.field"]
-MIDDLEWARE: list[str] = []
-TEMPLATES: list[object] = []
-ROOT_URLCONF = None
+MIDDLEWARE, TEMPLATES, ROOT_URLCONF = [], [], ""
 OUTBOX = json.loads(os.environ.get("FIELD_OUTBOX", "{}"))
