@@ -50,6 +50,7 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
             DJANGO_SETTINGS_MODULE="tests.concurrency.field_settings",
             FIELD_OUTBOX=json.dumps({"POLL_SECONDS": 30, "SHUTDOWN_GRACE_SECONDS": 10, **top, "EVENTS": queue}),
             FIELD_PORT=str(stage.port),
+            PGAPPNAME="outbox relay",
             **(environment or {}),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -68,6 +69,7 @@ class Heard:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            sys.stdout.write(line)  # pytest shows it when the test fails
             with self._changed:
                 self.said += line
                 self._changed.notify_all()
