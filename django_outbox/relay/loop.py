@@ -174,6 +174,9 @@ class Relay:
     def _recover(self) -> None:
         """Note that this relay was away: its leases may have run out while it still works on the rows."""
         self._recovering = True
+        # A look that failed has used up its wake-up, and what woke us may be committed long since.
+        for lane in self.lanes:
+            lane.woken = True
 
     # --- claiming
 

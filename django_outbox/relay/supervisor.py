@@ -98,9 +98,10 @@ class Supervisor:
         self._next_report = time.monotonic() + REPORT_SECONDS
         try:
             with _waking(self._stop) as woken:
+                self._turn(time.monotonic())
                 while not all(place.over for place in self._places):
-                    self._turn(time.monotonic())
                     self._wait(woken)
+                    self._turn(time.monotonic())
         finally:
             # Nobody is left after a stop; after a failure of ours the interpreter waits for them.
             for place in self._places:
