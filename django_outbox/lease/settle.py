@@ -25,6 +25,7 @@ from django.db import (
 
 from django_outbox.errors import clean_error
 from django_outbox.lease.insert import insert_events
+from django_outbox.lease.prepared import fetch
 from django_outbox.lease.rows import Dead, Done, Fail, Lease, NewRow, Park, Queue, Released, Retry, Settled
 from django_outbox.lease.vendors import (
     POSTGRES,
@@ -46,6 +47,8 @@ logger = logging.getLogger("django_outbox.lease")
 REFUSED_TEXT: Final = "The database refused this row's outcome; the relay's log says why."
 LOCKED: Final = "locked"
 """What `settle` answers for a row that is still its holder's, but locked by somebody else: not written yet."""
+PREPARED_ROWS: Final = 50
+"""For more rows than these, planning costs little beside them."""
 LOST_HOLDER: Final = "lost"
 """Stands in ``leased_by`` of a released row whose last worker never settled it."""
 
@@ -89,9 +92,8 @@ def _guarded_update(
             return written
     lazy = lazy_commit and not connection.in_atomic_block
     sql = _postgres_update(parts, lazy, skip_locked)
-    with connection.cursor() as cursor:
-        cursor.execute(sql, list(chain.from_iterable(arguments)))
-        rows = cursor.fetchall()
+    few = sum(len(update.records) for update in updates) <= PREPARED_ROWS
+    rows = fetch(connection, sql, list(chain.from_iterable(arguments)), prepare=few)
     if len(parts) == 1:
         return [{row[0] for row in rows}]
     return [{id_ for number, id_ in rows if number == position} for position in range(len(parts))]
