@@ -101,7 +101,8 @@ def fetch(connection: BaseDatabaseWrapper, sql: str, params: Sequence[Any], *, p
 def _run(connection: BaseDatabaseWrapper, sql: str, params: Sequence[Any]) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(sql, params)
-        return cursor.fetchall()
+        rows: list[tuple[Any, ...]] = cursor.fetchall()
+    return rows
 
 
 @lru_cache(maxsize=256)
