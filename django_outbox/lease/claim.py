@@ -116,7 +116,7 @@ class Claimer:
                     clock=clock,
                     seconds=lease_seconds,
                     deadline=started + lease_seconds,
-                    content=dict(zip(extra, row[10:], strict=True)),
+                    content=dict(zip(extra, row[10:], strict=False)),
                 )
             )
         # The database measures bytes in its own way; half the bound is near enough to it.
@@ -149,7 +149,7 @@ class Claimer:
         # From a long backlog planning costs little beside the rows, and must see how long it is.
         rows = fetch(connection, sql, [*params, max_bytes, self.holder, lease_seconds], prepare=not self.more)
         rows.sort(key=_last)
-        return [row[:-1] for row in rows]
+        return rows
 
     def _claim_sqlite(
         self,

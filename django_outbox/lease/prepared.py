@@ -34,7 +34,7 @@ logger = logging.getLogger("django_outbox.lease")
 
 PER_CONNECTION: Final = 64
 """Statements prepared on one connection; what comes beyond goes as text."""
-PLAN_SECONDS: Final = 60.0
+PLAN_SECONDS: Final = 15.0
 """
 How long a plan is kept.
 
