@@ -129,7 +129,8 @@ def _postgres_update(
             f"held{number} AS MATERIALIZED (SELECT o.* FROM {read} JOIN {table} AS e ON {_GUARD} ORDER BY e.id {lock})"
         )
         updates.append(
-            f"UPDATE {table} AS e SET {assignments} FROM held{number} AS o, commit_mode WHERE e.id = o.id RETURNING e.id"
+            f"UPDATE {table} AS e SET {assignments} FROM held{number} AS o, commit_mode"
+            " WHERE e.id = o.id RETURNING e.id"
         )
     if len(updates) == 1:
         return f"WITH {', '.join(ctes)} {updates[0]}"

@@ -26,7 +26,7 @@ START_SECONDS = 30.0
 """For what includes the start of several interpreters."""
 _STARTED = re.compile(r"relay started process=(\d+) pid=(\d+)")
 
-Script = dict[str, list[list[Any]]]
+Script = dict[str, Any]
 StartRelay = Callable[..., "subprocess.Popen[str]"]
 
 
