@@ -20,7 +20,7 @@ from __future__ import annotations
 from django_outbox.lease.claim import Claimer, next_due_seconds
 from django_outbox.lease.due import Scope, due_scopes
 from django_outbox.lease.enqueue import insert_rows, keep_rows
-from django_outbox.lease.insert import insert_events, insert_tasks
+from django_outbox.lease.insert import insert_events
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
 from django_outbox.lease.rows import (
     Clock,
@@ -42,6 +42,7 @@ from django_outbox.lease.rows import (
     new_ids,
 )
 from django_outbox.lease.settle import LOCKED, REFUSED_TEXT, record, release, renew, settle
+from django_outbox.lease.tasks import insert_tasks
 from django_outbox.lease.vendors import shift_clock
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_outbox.lease.claim import LEASED_SEEN, SCANS
+from django_outbox.lease.prepared import fetch
 from django_outbox.lease.rows import Queue
 from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, SQLite, dialect_of, statement, table_of
 
@@ -85,12 +86,14 @@ def _postgres_scopes(
     columns: _Pair,
     only: tuple[Any, ...],
     spare_expired: bool,  # noqa: FBT001
-) -> list[tuple[Any, Any, Any]]:
+) -> list[tuple[Any, ...]]:
     params: list[Any] = [list(only), list(only)] if only else []
-    with connection.cursor() as cursor:
-        cursor.execute(_postgres_walks(table, columns, bool(only), spare_expired), params * len(SCANS))
-        rows: list[tuple[Any, Any, Any]] = cursor.fetchall()
-        return rows
+    return fetch(
+        connection,
+        _postgres_walks(table, columns, bool(only), spare_expired),
+        params * len(SCANS),
+        prepare=True,
+    )
 
 
 @statement
