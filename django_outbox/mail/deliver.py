@@ -168,8 +168,10 @@ class EmailRun(SingleRun):
                 sent = transport.send(message, settings=settings, seconds=max(0.1, ends - time.monotonic()))
             except SendFailed as failure:
                 verdict = _verdict(failure, message)
-                if verdict.blame is Blame.CONNECTION and not last:
-                    continue
+                if verdict.blame is Blame.CONNECTION:
+                    transport.drop()
+                    if not last:
+                        continue
                 text = transport.scrub(_text(failure.error))
                 return self._judged(verdict, clean_error(text), message)
             return self._sent(sent, message)

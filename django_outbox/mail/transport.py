@@ -267,7 +267,17 @@ class _Watch(smtplib.SMTP):
 
     def data(self, *arguments: Any, **options: Any) -> tuple[int, bytes]:
         self.stage = Stage.DATA
-        return super().data(*arguments, **options)
+        try:
+            return super().data(*arguments, **options)
+        except smtplib.SMTPDataError as error:
+            # smtplib ends the transaction after every refusal but this one; the next message
+            # would then be one command too many.
+            if error.smtp_code == 421:
+                self.close()
+            else:
+                with suppress(smtplib.SMTPServerDisconnected):
+                    self.rset()
+            raise
 
 
 @lru_cache(maxsize=64)
