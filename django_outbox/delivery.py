@@ -384,7 +384,7 @@ class Work(ABC):
     """``along(written, *, using)``: what is written in the transaction of a settle, for the rows that it wrote."""
 
     def along_on(self, using: str) -> Callable[[Sequence[tuple[engine.Settled, str]]], None] | None:
-        """Return `along` for a database, as `engine.settle` takes it."""
+        """Return `along` for a database, as the engine's settle takes it."""
         return None if self.along is None else partial(self.along, using=using)
 
     def rest(self) -> None:  # noqa: B027

@@ -76,19 +76,26 @@ def _drain_some(work: Work, claimer: engine.Claimer, alias: str, counts: Counter
                 if time.monotonic() > leases[-1].deadline - seconds * 2 / 3:
                     engine.renew({each: {} for each in leases}, using=alias)
             settled = run.settled()
-            if isinstance(settled.outcome, engine.Released):
-                counts["released" if engine.release([lease], using=alias) else "lost"] += 1
-            else:
-                written = engine.settle(
-                    [settled],
-                    schedule=settings.schedule,
-                    using=alias,
-                    announce=work.announce,
-                    along=work.along_on(alias),
-                )
-                counts[written.get(lease.id, "lost")] += 1
+            counts[_end(work, settled, alias)] += 1
             work.landed([lease])
     return total
+
+
+def _end(work: Work, settled: engine.Settled, alias: str) -> str:
+    """Settle or release a row; return the status written, ``released`` or ``lost``."""
+    if isinstance(settled.outcome, engine.Released):
+        return "released" if engine.release([settled.lease], using=alias) else "lost"
+    while True:
+        written = engine.settle(
+            [settled],
+            schedule=work.settings().schedule,
+            using=alias,
+            announce=work.announce,
+            along=work.along_on(alias),
+        )
+        if (status := written.get(settled.lease.id, "lost")) != engine.LOCKED:
+            return status
+        time.sleep(0.05)  # another session's transaction has the row
 
 
 @contextmanager

@@ -30,14 +30,29 @@ RETRY_MAX_SECONDS: Final = 2.0
 class Flight:
     """A row that this process owns."""
 
-    __slots__ = ("closed", "elapsed", "lane", "lease", "run")
+    __slots__ = ("_open", "elapsed", "lane", "lease", "run")
 
     def __init__(self, lane: Lane, lease: engine.Lease) -> None:
         self.lane = lane
         self.lease = lease
         self.run: Run | None = None
-        self.closed = False
         self.elapsed = 0.0
+        self._open = [None]
+
+    def close(self) -> bool:
+        """Return whether this is the first call; of several threads one gets that answer."""
+        # Taking the last item out is atomic, and all threads asking for one lock at every row
+        # would cost a tenth of the relay's speed.
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether its outcome is on its way."""
+        return not self._open
 
 
 _Outcome = tuple[Flight, engine.Settled]
@@ -65,7 +80,7 @@ class Flights:
         self.landed = threading.Condition()
         """Notified whenever rows leave."""
         self.claiming = threading.Lock()
-        """Held over a claim until its rows are in flight."""
+        """Held over a claim until its rows are in flight, and over writes that a fence must not change under."""
         self._health = health
         self._when_landed = landed
         self._outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
@@ -106,7 +121,7 @@ class Flights:
         ``at_once``: in this thread, where the queue's outcomes are written at once.
         """
         run = flight.run
-        if run is None or not run.complete or not self._closes(flight):
+        if run is None or not run.complete or not flight.close():
             return
         if run.lost:
             self.drop(flight)
@@ -121,7 +136,7 @@ class Flights:
 
     def charge(self, flight: Flight, error: Exception) -> None:
         """Settle a row as failed for what went wrong around its handlers: a stored row that cannot be read, say."""
-        if self._closes(flight):
+        if flight.close():
             self._outcomes.put((flight, engine.Settled(flight.lease, engine.Retry(), error=clean_error(error))))
 
     def drop(self, flight: Flight) -> None:
@@ -137,16 +152,12 @@ class Flights:
         for start in range(0, len(flights), SETTLE_LIMIT):
             chunk = flights[start : start + SETTLE_LIMIT]
             try:
-                self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
+                with self.claiming:
+                    self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
             except DATABASE_TROUBLE as error:
                 # Their leases run out by themselves.
                 self._health.failed("release", error)
             self._land(chunk)
-
-    def _closes(self, flight: Flight) -> bool:
-        with self.landed:
-            first, flight.closed = not flight.closed, True
-        return first
 
     def _land(self, flights: Sequence[Flight]) -> None:
         if not flights:
@@ -225,7 +236,8 @@ class Flights:
         try:
             for _, settled in released:
                 if settled.delivered:
-                    engine.record(settled.lease, using=self.using, delivered=settled.delivered)
+                    with self.claiming:
+                        engine.record(settled.lease, using=self.using, delivered=settled.delivered)
             written = engine.settle(
                 [settled for _, settled in ended],
                 schedule=work.settings().schedule,

@@ -952,14 +952,21 @@ def test_a_suspect_that_succeeds_leaves_no_mark(two_handlers: list[str]) -> None
     assert two_handlers == ["good", "bad"]
 
 
-def test_no_handler_starts_once_the_local_deadline_is_past(two_handlers: list[str]) -> None:
+def test_no_handler_starts_once_the_local_deadline_is_past_and_what_was_made_is_kept(two_handlers: list[str]) -> None:
     insert(handlers=("good", "bad"))
     lease = claim_one()
     run = EventRun(lease, using=USING)
-    assert run.next_step() is not None
+    first = run.next_step()
+    assert first is not None
     lease.deadline = time.monotonic() - 1
     assert run.next_step() is None
-    assert run.lost
+    before = run.complete
+    run.finish(first, run.invoke(first, timeout=10))
+    assert (before, run.complete) == (False, True)
+    settled = run.settled()
+    assert settled.outcome == engine.Released()
+    assert set(settled.delivered) == {"good"}
+    assert two_handlers == ["good"]
 
 
 # --- handlers' errors ------------------------------------------------------------------------------------------------
