@@ -12,7 +12,7 @@ from email.message import EmailMessage as PythonMessage
 from email.message import MIMEPart
 from email.mime.application import MIMEApplication
 from email.mime.image import MIMEImage
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from anymail.message import AnymailMessage, attach_inline_image
@@ -294,7 +294,7 @@ def test_what_was_not_given_is_not_there() -> None:
 def test_an_unknown_attribute_is_refused_unless_the_settings_name_it() -> None:
     made = message()
     made.smtp_url = "smtp://other"  # type: ignore[attr-defined]
-    with pytest.raises(InvalidEmail, match="smtp_url.*EXTRA_ATTRIBUTES"):
+    with pytest.raises(InvalidEmail, match=r"smtp_url.*EXTRA_ATTRIBUTES"):
         encode(made, SETTINGS)
     assert stored(made, extra_attributes=("smtp_url",)).smtp_url == "smtp://other"  # type: ignore[attr-defined]
 
@@ -314,7 +314,7 @@ class Shouting(EmailMessage):
 
 class Defaults(EmailMultiAlternatives):
     content_subtype = "html"
-    metadata = {"kind": "newsletter"}
+    metadata: ClassVar = {"kind": "newsletter"}
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{"from_email": "news@example.com", **fields})

@@ -20,7 +20,7 @@ from django_outbox.mail import EMAILS, EmailWork, enqueue_email
 from django_outbox.models import OutboxEmail, OutboxEmailContent, OutboxEvent
 from django_outbox.testing import drain, travel
 from tests.mail.conftest import message
-from tests.mail.servers import RealServer, Script, ScriptedServer, Session_
+from tests.mail.servers import RealServer, Script, ScriptedServer, Talk
 
 pytestmark = pytest.mark.django_db
 
@@ -335,7 +335,7 @@ def test_a_server_that_is_down_charges_nobody(settings: Any, no_test_outbox: Non
 def test_a_login_that_fails_charges_nobody_and_hides_the_password(
     scripted: Start, settings: Any, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
-    def script(session: Session_, verb: str, line: str) -> str | None:
+    def script(session: Talk, verb: str, line: str) -> str | None:
         if missing == "password" and verb == "EHLO":
             return "250-mail.test\r\n250 AUTH PLAIN LOGIN"
         if verb == "AUTH":
