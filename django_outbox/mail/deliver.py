@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,7 +16,7 @@ from django.core.mail import EmailMessage
 
 from django_outbox import lease as engine
 from django_outbox.conf import EmailSettings, get_settings
-from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work, announcement
+from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
@@ -304,7 +305,7 @@ def _is_anymail(alias: str, settings: EmailSettings) -> bool:
 
 
 @contextmanager
-def _delivering(message_id: str) -> Any:
+def _delivering(message_id: str) -> Iterator[None]:
     token = delivering.set(message_id)
     try:
         yield
@@ -323,12 +324,18 @@ class _Kept(threading.local):
 
 
 class EmailWork(Work):
-    """The email queue."""
+    """
+    The email queue.
+
+    ``owed_to`` returns the ``deliveries`` of an event of a type, for the announcements;
+    the registry of handlers belongs to a sibling of this package.
+    """
 
     queue = EMAILS
     settle_at_once = True
 
-    def __init__(self) -> None:
+    def __init__(self, owed_to: Callable[[str], str]) -> None:
+        self._owed_to = owed_to
         self.backends = Backends()
         self._kept = _Kept()
         self._seen: set[str] = set()
@@ -396,11 +403,15 @@ class EmailWork(Work):
             "message_id": lease.content["message_id"],
             "idempotency_key": lease.content["idempotency_key"] or "",
         }
-        return announcement(
-            settled,
-            payload,
+        return engine.NewRow(
+            id=engine.new_id(),
+            type=self.queue.announcement,
+            payload=json.dumps(payload, ensure_ascii=False),
+            deliveries=self._owed_to(self.queue.announcement),
             organization_id=lease.content["organization_id"],
             request_id=lease.content["request_id"],
+            causation_id=lease.id,
+            quiet=True,
         )
 
     def along(self, written: Sequence[tuple[engine.Settled, str]], *, using: str) -> None:

@@ -8,5 +8,7 @@ from typing import Final
 from django_outbox import events, mail
 from django_outbox.delivery import Work
 
-WORK: Final[Mapping[str, Work]] = {work.queue.name: work for work in (events.EventWork(), mail.EmailWork())}
+WORK: Final[Mapping[str, Work]] = {
+    work.queue.name: work for work in (events.EventWork(), mail.EmailWork(owed_to=events.registry.deliveries))
+}
 """Every queue by name, in the order in which a relay looks at them."""

@@ -12,6 +12,7 @@ import pytest
 from django.core import mail
 from django.core.mail import EmailMessage
 
+from django_outbox import events
 from django_outbox.mail import EmailWork
 from django_outbox.relay import queues
 from tests.mail.servers import RealServer, Script, ScriptedServer, real_server, scripted_server
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _fresh_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let no test meet the pauses and connections of another."""
-    work = EmailWork()
+    work = EmailWork(owed_to=events.registry.deliveries)
     monkeypatch.setattr(queues, "WORK", {**queues.WORK, "email": work})
     monkeypatch.setattr("django_outbox.testing.WORK", queues.WORK)
     yield
