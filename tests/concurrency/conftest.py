@@ -30,6 +30,7 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
         *arguments: str,
         command: tuple[str, ...] = ("-m", "django"),
         events: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **top: Any,
     ) -> subprocess.Popen[str]:
         queue = {"RETRY_BASE_SECONDS": 0, "RETRY_CAP_SECONDS": 0, "REPLAY_EVERY_SECONDS": None} | (events or {})
@@ -40,6 +41,7 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
             DJANGO_SETTINGS_MODULE="tests.concurrency.field_settings",
             FIELD_OUTBOX=json.dumps({"POLL_SECONDS": 30, "SHUTDOWN_GRACE_SECONDS": 10, **top, "EVENTS": queue}),
             FIELD_PORT=str(stage.port),
+            **(environment or {}),
         )
 
     return start

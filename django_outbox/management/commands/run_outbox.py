@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from collections import Counter
@@ -11,6 +13,7 @@ from typing import Any, TypedDict
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
+from django.utils import autoreload
 
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
@@ -25,6 +28,7 @@ examples:
   manage.py run_outbox --once          one claim, then exit
   manage.py run_outbox --threads 32    for handlers that wait for the network
   manage.py run_outbox --processes 4   for handlers that compute: four relays under one supervisor
+  manage.py run_outbox --reload        while you write handlers: starts anew when your code changes
 
 exit codes:
    0  stopped by SIGTERM or SIGINT, or the work is done
@@ -75,6 +79,9 @@ class Command(BaseCommand):
         ending = parser.add_mutually_exclusive_group()
         ending.add_argument("--once", action="store_true", help="Claim once per queue, deliver that, exit.")
         ending.add_argument("--drain", action="store_true", help="Deliver until nothing is due now, exit.")
+        ending.add_argument(
+            "--reload", action="store_true", help="Start anew when code changes, for development; as runserver does."
+        )
 
     def handle(self, **options: Any) -> None:
         """Run one relay in this process, or several under a supervisor; exits with its code."""
@@ -94,9 +101,14 @@ class Command(BaseCommand):
                     f"--processes is {processes}, but {using!r} is an SQLite database, which serves one relay process."
                     " Leave the option out, and use --threads, or PostgreSQL."
                 )
+            if options["reload"]:
+                raise CommandError("--reload is for one relay on a developer's machine; leave out --processes.")
         mode: Mode = "once" if options["once"] else "drain" if options["drain"] else "serve"
         ensure_logging()
         what: _Options = {"using": using, "queues": options["queue"], "threads": threads, "mode": mode}
+        if options["reload"]:
+            autoreload.run_with_reloader(self._run_reloading, what, options["verbosity"])
+            return
         if processes is None:
             counts, code = self._run_relay(what, options["verbosity"])
         else:
@@ -122,6 +134,24 @@ class Command(BaseCommand):
         if show is not None:
             show.close()
         return relay.counts, code
+
+    def _run_reloading(self, what: _Options, verbosity: int) -> None:
+        """Run a relay beside Django's reloader, in the process that this starts anew; not in its main thread."""
+        relay, ended = Relay(**what), threading.Event()
+
+        def stop(**_: object) -> None:
+            # Handlers at work may finish, or their rows would wait for the end of their leases.
+            relay.stop()
+            ended.wait(relay.settings.shutdown_grace_seconds + 10)
+
+        autoreload.file_changed.connect(stop, weak=False)
+        atexit.register(stop)
+        if verbosity:
+            self._introduce(relay, f"Outbox relay {relay.holder}, started anew when code changes,")
+        try:
+            relay.run()
+        finally:
+            ended.set()
 
     def _run_supervisor(self, what: _Options, verbosity: int, processes: int) -> tuple[Counter[str], int]:
         if verbosity:
