@@ -10,9 +10,13 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from ipaddress import ip_network
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
+import urllib3
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004  Django's word
 from django.db import connections, router
@@ -36,10 +40,14 @@ MEANINGS: Final = {
     "E012": "A database router sends events elsewhere, or keeps their table from being created.",
     "E013": "SQLite is older than 3.38.",
     "E014": "`LISTEN_DSN` cannot be parsed.",
+    "E030": "`webhook-fanout` is on, but the extra `[webhooks]` is not installed.",
+    "E031": "The webhook lease does not cover a look-up, a request and the margin.",
+    "E032": "`CA_BUNDLE` names a file that is not there.",
     "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
     "W011": "The connection pool is smaller than the relay's threads need.",
     "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
     "W013": "The database runs at another isolation level than READ COMMITTED.",
+    "W030": "`ALLOW_NETWORKS` opens every address to webhooks.",
 }
 """Every check, by the last part of its id."""
 
@@ -67,7 +75,7 @@ def check_outbox(**_: Any) -> list[CheckMessage]:
         _message(problem.id, problem.message, problem.hint)
         for problem in problems(getattr(django_settings, "OUTBOX", {}))
     ]
-    return wrong or list(_database_problems(get_settings()))
+    return wrong or [*_database_problems(get_settings()), *_webhook_problems(get_settings())]
 
 
 def _message(id: str, message: str, hint: str) -> CheckMessage:  # noqa: A002  Django's word
@@ -148,6 +156,33 @@ def _postgres_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) 
                 'OUTBOX["LISTEN_DSN"] is not a PostgreSQL connection string.',
                 'Write "postgresql://user:password@host:5432/name" or "host=... dbname=...".',
             )
+
+
+def _webhook_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    hooks = outbox.webhooks
+    if "webhook-fanout" in outbox.builtin_handlers and not _webhooks_installed():
+        yield _message(
+            "E030",
+            "Webhook deliveries are on, but their secrets cannot be encrypted or their answers not be read:"
+            " cryptography is missing, or urllib3 is older than 2.2.",
+            'Install "django-transactional-outbox[webhooks]".',
+        )
+    if hooks.ca_bundle is not None and not Path(hooks.ca_bundle).is_file():
+        yield _message(
+            "E032",
+            'OUTBOX["WEBHOOKS"]["CA_BUNDLE"] names a file that is not there.',
+            "Give the path of a file in PEM form, or leave it out for the authorities of certifi.",
+        )
+    if any(ip_network(text).prefixlen == 0 for text in hooks.allow_networks):
+        yield _message(
+            "W030",
+            'OUTBOX["WEBHOOKS"]["ALLOW_NETWORKS"] opens every address: a customer\'s URL can reach your own network.',
+            "Name the networks that webhooks are meant to reach, each as narrow as it can be.",
+        )
+
+
+def _webhooks_installed() -> bool:
+    return find_spec("cryptography") is not None and hasattr(urllib3.HTTPResponse, "read1")
 
 
 def _pool_size(options: dict[str, Any]) -> int:
