@@ -15,7 +15,7 @@ from uuid import UUID
 from django.core.mail import EmailMessage
 
 from django_outbox import lease as engine
-from django_outbox.conf import EmailSettings, get_settings
+from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_settings
 from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
@@ -25,12 +25,10 @@ from django_outbox.mail.store import EMAILS
 from django_outbox.mail.transport import SendFailed, Sent, Transport
 from django_outbox.mail.verdicts import Blame, Stage, Verdict, judge, refusal_text
 
-__all__ = ["MARGIN_SECONDS", "EmailRun", "EmailWork"]
+__all__ = ["EmailRun", "EmailWork"]
 
 logger = logging.getLogger("django_outbox.mail")
 
-MARGIN_SECONDS: Final = 15.0
-"""What a lease must leave beyond the time limit of one email, to settle it."""
 CHUNK: Final = 100
 PAUSE_MIN_SECONDS: Final = 5.0
 PAUSE_MAX_SECONDS: Final = 300.0
@@ -120,7 +118,7 @@ class EmailRun(SingleRun):
         if (expired := self._expired()) is not None:
             return expired
         settings = self._work.settings()
-        needed = min(settings.timeout_seconds + MARGIN_SECONDS, self.lease.seconds / 2)
+        needed = min(settings.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS, self.lease.seconds / 2)
         if self._work.backends.paused_seconds(self._alias) or self.lease.deadline - time.monotonic() < needed:
             return _RELEASED
         return None

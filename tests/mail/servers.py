@@ -35,8 +35,9 @@ class _AnyPort(Controller):
     """A controller that finds out which port it got, before it tries the port."""
 
     def _trigger_server(self) -> None:
-        self.port = self.server.sockets[0].getsockname()[1]
-        super()._trigger_server()
+        server: Any = self.server
+        self.port = server.sockets[0].getsockname()[1]
+        super()._trigger_server()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

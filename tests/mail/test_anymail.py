@@ -28,7 +28,7 @@ class Provider(requests.Session):
         self.asked: list[dict[str, Any]] = []
         self.answers: list[tuple[int, dict[str, Any], dict[str, str]] | Exception] = []
 
-    def request(self, *arguments: Any, **options: Any) -> requests.Response:  # type: ignore[override]
+    def request(self, *arguments: Any, **options: Any) -> requests.Response:
         self.asked.append(json.loads(options["data"]))
         answer = self.answers.pop(0) if self.answers else (200, {"id": f"provider-{len(self.asked)}"}, {})
         if isinstance(answer, Exception):

@@ -244,6 +244,6 @@ def _strings() -> bool:
 
 def test_queueing_a_message_does_not_change_it() -> None:
     made = EmailMessage("Hi", "Text", "a@example.com", ["b@example.com"])
-    before = {name: value for name, value in vars(made).items()}
+    before = dict(vars(made))
     enqueue_email(made)
     assert vars(made) == before

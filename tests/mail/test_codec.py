@@ -49,7 +49,7 @@ def built(message: EmailMessage) -> bytes:
     """Return a message's bytes, with the boundaries that a fixed seed gives."""
     random.seed(7)
     if MODERN:
-        return bytes(message.message(policy=email.policy.SMTP).as_bytes())  # type: ignore[call-arg]
+        return bytes(message.message(policy=email.policy.SMTP).as_bytes())
     return bytes(message.message().as_bytes(linesep="\r\n"))  # type: ignore[call-arg]
 
 
@@ -101,7 +101,7 @@ def mime_parts() -> EmailMessage:
     if MODERN:
         part = MIMEPart()
         part.set_content(b"%PDF", maintype="application", subtype="pdf", filename="Übersicht.pdf")
-        made.attach(part)  # type: ignore[arg-type]
+        made.attach(part)
     else:
         made.attach(MIMEApplication(b"%PDF", "pdf"))
         image = MIMEImage(PNG, "png")
@@ -112,7 +112,7 @@ def mime_parts() -> EmailMessage:
 
 def nested() -> EmailMessage:
     made = multi()
-    made.attach("forwarded.eml", html(), "message/rfc822")  # type: ignore[arg-type]
+    made.attach("forwarded.eml", html(), "message/rfc822")
     return made
 
 
@@ -121,7 +121,7 @@ def nested_python() -> EmailMessage:
     inner["Subject"], inner["From"], inner["To"] = "Inner", "a@example.com", "b@example.com"
     inner.set_content("Inner text.\n")
     made = multi()
-    made.attach("forwarded.eml", message_from_bytes(inner.as_bytes()), "message/rfc822")  # type: ignore[arg-type]
+    made.attach("forwarded.eml", message_from_bytes(inner.as_bytes()), "message/rfc822")
     return made
 
 
@@ -177,7 +177,7 @@ def test_a_message_is_stored_the_same_twice(kind: Callable[[], EmailMessage]) ->
 @pytest.mark.skipif(MODERN, reason="6.0 has no such attributes")
 def test_the_subtypes_of_multipart_are_kept() -> None:
     made = html()
-    made.mixed_subtype = "related"
+    made.mixed_subtype = "related"  # type: ignore[attr-defined]
     made.attach("a.bin", b"a", "application/octet-stream")
     assert b"multipart/related" in built(stored(made))
     assert built(stored(made)) == built(made)
