@@ -47,7 +47,7 @@ _FAILED: Final = {
     "discarded": "It was discarded. It is not sent, unless somebody retries it.",
 }
 _ADVICE: Final[Mapping[str, str]] = {
-    Status.PENDING: "It is due; the next free relay takes it. If it stays, its backend rests: the relay's log says why.",
+    Status.PENDING: "It is due; the next free relay takes it. If it stays, its backend rests: see the relay's log.",
     Status.DONE: "The backend took it. Recipients that were refused for now get a message of their own.",
 }
 
