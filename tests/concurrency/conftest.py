@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from tests.concurrency.field import acts
 from tests.concurrency.helpers import StartRelay
+from tests.concurrency.proxy import Proxy
 from tests.concurrency.stage import Stage
 from tests.conftest import StartPython
 
@@ -20,6 +22,13 @@ def stage() -> Iterator[Stage]:
     acts.register()
     with Stage() as stage:
         yield stage
+
+
+@pytest.fixture
+def proxy(django_db_setup: None) -> Iterator[Proxy]:
+    """A proxy between whoever is given its address and this run's PostgreSQL."""
+    with Proxy(connection.settings_dict) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -41,6 +50,7 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
             DJANGO_SETTINGS_MODULE="tests.concurrency.field_settings",
             FIELD_OUTBOX=json.dumps({"POLL_SECONDS": 30, "SHUTDOWN_GRACE_SECONDS": 10, **top, "EVENTS": queue}),
             FIELD_PORT=str(stage.port),
+            PGAPPNAME="outbox relay",
             **(environment or {}),
         )
 
