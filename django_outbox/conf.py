@@ -59,6 +59,7 @@ def _setting(
     high: float = _YEAR,
     unit: str = "",
     optional: bool = False,
+    choices: tuple[str, ...] = (),
     doc: str,
 ) -> Any:
     return field(
@@ -69,6 +70,7 @@ def _setting(
             "high": high,
             "unit": unit or ("seconds" if kind == "seconds" else ""),
             "optional": optional or default is None,
+            "choices": choices,
             "doc": doc,
         },
     )
@@ -344,6 +346,12 @@ class OutboxSettings:
     handlers_module: str = _setting(
         "module", default="outbox_handlers", doc="Module looked for in every installed app."
     )
+    builtin_handlers: tuple[str, ...] = _setting(
+        "texts",
+        default=(),
+        choices=("webhook-fanout",),
+        doc="Built-in handlers to switch on: `webhook-fanout` writes webhook deliveries.",
+    )
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
     email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))
     webhooks: WebhookSettings = field(default_factory=WebhookSettings, metadata=_queue("The webhook queue."))
@@ -406,15 +414,16 @@ setting_changed.connect(_forget, dispatch_uid="django_outbox.conf")
 
 
 def _build(raw: Mapping[str, Any]) -> OutboxSettings:
-    values = {key.lower(): value for key, value in raw.items()}
+    values = _frozen(raw)
     for key, cls in queue_classes().items():
         if key in raw:
-            # Settings are frozen to the last item.
-            given: dict[str, Any] = {
-                name.lower(): tuple(value) if isinstance(value, list) else value for name, value in raw[key].items()
-            }
-            values[key.lower()] = cls(**given)
+            values[key.lower()] = cls(**_frozen(raw[key]))
     return OutboxSettings(**values)
+
+
+def _frozen(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by the names of their fields, frozen to the last item."""
+    return {key.lower(): tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
 
 
 def _problems(raw: Mapping[Any, Any], cls: type[OutboxSettings | QueueSettings], where: str) -> Iterator[Problem]:
@@ -472,11 +481,21 @@ def _item_problems(path: str, values: Sequence[object], meta: Mapping[str, Any])
             item = {**meta, "kind": "text", "optional": False}
         wrong = list(_value_problems(where, value, item))
         yield from wrong
+        if meta["choices"] and not wrong and value not in meta["choices"]:
+            yield Problem("E003", f"{where} is {value!r}; choose among {', '.join(meta['choices'])}.", meta["doc"])
         if meta["kind"] == "networks" and not wrong:
             try:
                 ipaddress.ip_network(str(value))
             except ValueError as error:
                 yield Problem("E003", f"{where} is not a network: {error}.", meta["doc"])
+
+
+EMAIL_LEASE_MARGIN_SECONDS: Final = 15.0
+"""What an email's lease must leave beyond its time limit, so that a failed renewal doubles no send."""
+WEBHOOK_LOOKUP_SECONDS: Final = 5.0
+"""How long the look-up of an endpoint's name may take."""
+WEBHOOK_LEASE_MARGIN_SECONDS: Final = 30.0
+"""What a lease must leave beside look-up and request, so that a renewal that fails can be tried again."""
 
 
 def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
@@ -507,3 +526,23 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
                 f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )
+    email = built.email
+    needed = email.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS
+    if email.lease_seconds < needed:
+        yield Problem(
+            "E021",
+            f'OUTBOX["EMAIL"]: LEASE_SECONDS ({email.lease_seconds:g}) does not cover one email, that is its time limit'
+            f" ({email.timeout_seconds:g} s) and {EMAIL_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send"
+            " it again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )
+    hooks = built.webhooks
+    needed = WEBHOOK_LOOKUP_SECONDS + hooks.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
+    if hooks.lease_seconds < needed:
+        yield Problem(
+            "E031",
+            f'OUTBOX["WEBHOOKS"]: LEASE_SECONDS ({hooks.lease_seconds:g}) does not cover a look-up'
+            f" ({WEBHOOK_LOOKUP_SECONDS:g} s), a request ({hooks.timeout_seconds:g} s) and"
+            f" {WEBHOOK_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send the same again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )

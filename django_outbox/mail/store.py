@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from uuid import UUID
 
 from django.apps import apps
@@ -21,9 +21,6 @@ from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.errors import InvalidEmail
 from django_outbox.mail.codec import Stored
-
-if TYPE_CHECKING:
-    from django_outbox import models
 
 __all__ = ["EMAILS", "drop_content", "insert_emails", "insert_follow_up", "load", "sweep_blobs", "wipe_final"]
 
@@ -92,9 +89,7 @@ EMAILS: Final = engine.Queue(
 )
 
 
-def insert_emails(
-    emails: Sequence[tuple[Mapping[str, Any], Stored]], *, using: str
-) -> list[tuple[UUID, bool]]:
+def insert_emails(emails: Sequence[tuple[Mapping[str, Any], Stored]], *, using: str) -> list[tuple[UUID, bool]]:
     """
     Write emails in the caller's transaction; return for each the id of its row, and whether it is new.
 
@@ -107,14 +102,12 @@ def insert_emails(
     # Keys in one order, so that two transactions which write several cannot wait for one another.
     order = sorted(rows, key=lambda row: row.get("idempotency_key") or "") if keyed else rows
     written = set(
-        engine.insert_rows(
-            EMAILS, order, columns=_COLUMNS, using=using, unique="idempotency_key" if keyed else ""
-        )
+        engine.insert_rows(EMAILS, order, columns=_COLUMNS, using=using, unique="idempotency_key" if keyed else "")
     )
     fresh = [(id_, stored) for id_, (_, stored) in zip(ids, emails, strict=True) if id_ in written]
     if fresh:
         _insert_content(fresh, using)
-        wake.notify_on_commit(using)
+        wake.notify_on_commit(using, queue=EMAILS.name)
     held = _holders([row["idempotency_key"] for row in rows if row["id"] not in written], using)
     result = []
     for row in rows:
@@ -168,7 +161,9 @@ def _blob_ids(blobs: Mapping[str, bytes], using: str) -> dict[str, UUID]:
     digests = sorted(blobs)
     for start in range(0, len(digests), _SHA_BATCH):
         found |= engine.keep_rows(blob, "sha256", digests[start : start + _SHA_BATCH], using=using)
-    missing = {digest: id_ for digest, id_ in zip(digests, engine.new_ids(len(digests)), strict=True) if digest not in found}
+    missing = {
+        digest: id_ for digest, id_ in zip(digests, engine.new_ids(len(digests)), strict=True) if digest not in found
+    }
     for digest, id_ in missing.items():
         blob.objects.using(using).bulk_create([blob(id=id_, sha256=digest, content=blobs[digest])])
     return found | missing
@@ -230,7 +225,10 @@ def _drop_blobs(ids: Sequence[UUID], using: str) -> int:
         rows = rows.select_for_update(skip_locked=True).order_by("pk")
     locked = list(rows.values_list("pk", flat=True))
     needed = set(
-        _model("OutboxEmailAttachment").objects.using(using).filter(blob_id__in=locked).values_list("blob_id", flat=True)
+        _model("OutboxEmailAttachment")
+        .objects.using(using)
+        .filter(blob_id__in=locked)
+        .values_list("blob_id", flat=True)
     )
     gone = [id_ for id_ in locked if id_ not in needed]
     if gone:
@@ -259,9 +257,7 @@ def sweep_blobs(after: UUID | None, *, using: str) -> tuple[UUID | None, int]:
 # --- what follows ----------------------------------------------------------------------------------------------------
 
 
-def insert_follow_up(
-    lease: engine.Lease, addresses: Sequence[str], *, delay: float, using: str
-) -> UUID | None:
+def insert_follow_up(lease: engine.Lease, addresses: Sequence[str], *, delay: float, using: str) -> UUID | None:
     """
     Queue an email's message once more, for some of its recipients; return the id of the new row.
 

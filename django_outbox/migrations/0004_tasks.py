@@ -19,7 +19,7 @@ def reserve_room_for_claims(apps: Any, schema_editor: Any) -> None:
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("django_outbox", "0002_email"),
+        ("django_outbox", "0003_webhooks"),
     ]
 
     operations = [

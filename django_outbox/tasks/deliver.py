@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import random
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -17,7 +18,7 @@ from asgiref.sync import async_to_sync
 
 from django_outbox import lease as engine
 from django_outbox.conf import TaskSettings, get_settings
-from django_outbox.delivery import Cause, Result, SingleRun, Work, announcement
+from django_outbox.delivery import Cause, Result, SingleRun, Work
 from django_outbox.errors import InvalidPayload, Reject, clean_error
 from django_outbox.payload import encode_json
 from django_outbox.retry import Schedule
@@ -264,11 +265,17 @@ def _moment(epoch: float | None) -> datetime | None:
 
 
 class TaskWork(Work):
-    """The task queue, or those of its parts that bear some queue names."""
+    """
+    The task queue, or those of its parts that bear some queue names.
+
+    ``owed_to`` returns the ``deliveries`` of an event of a type, for the announcements;
+    the registry of handlers belongs to a sibling of this package.
+    """
 
     queue = TASKS
 
-    def __init__(self, only: Sequence[str] = ()) -> None:
+    def __init__(self, owed_to: Callable[[str], str], only: Sequence[str] = ()) -> None:
+        self._owed_to = owed_to
         self._only = tuple(dict.fromkeys(only))
 
     @property
@@ -280,7 +287,7 @@ class TaskWork(Work):
         """Return the work on the calls of some queue names only."""
         if wrong := [part for part in parts if not part or len(part) > 64]:
             raise ValueError(f"{wrong[0]!r:.80} is not the queue name of a task.")
-        return TaskWork(parts)
+        return TaskWork(self._owed_to, parts)
 
     def settings(self) -> TaskSettings:
         """Return ``OUTBOX["TASKS"]``."""
@@ -328,6 +335,13 @@ class TaskWork(Work):
             "attempts": lease.attempts,
             "error": settled.error,
         }
-        return announcement(
-            settled, payload, organization_id=content["organization_id"], request_id=content["request_id"]
+        return engine.NewRow(
+            id=engine.new_id(),
+            type=self.queue.announcement,
+            payload=json.dumps(payload, ensure_ascii=False),
+            deliveries=self._owed_to(self.queue.announcement),
+            organization_id=content["organization_id"],
+            request_id=content["request_id"],
+            causation_id=lease.id,
+            quiet=True,
         )

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import idna
 
-from django_outbox.conf import WebhookSettings, get_settings
+from django_outbox.conf import WEBHOOK_LOOKUP_SECONDS, WebhookSettings, get_settings
 from django_outbox.errors import UnsafeURL, clean_text
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "shown_url",
 ]
 
-LOOKUP_SECONDS: Final = 5.0
+LOOKUP_SECONDS: Final = WEBHOOK_LOOKUP_SECONDS
 LOOKUPS_LIMIT: Final = 64
 """Look-ups under way in this process: one that hangs cannot be stopped, only left behind."""
 

@@ -12,7 +12,8 @@ import pytest
 from django_outbox import lease as engine
 from django_outbox import on_event
 from django_outbox.models import OutboxEvent, OutboxTask
-from django_outbox.tasks import TASKS, Call, TaskWork, enqueue_many
+from django_outbox.relay import WORK
+from django_outbox.tasks import TASKS, Call, enqueue_many
 from django_outbox.testing import drain, travel
 from tests.tasks.api import TaskResultStatus, task_finished, task_started
 from tests.testapp import tasks
@@ -354,7 +355,7 @@ def test_a_discarded_call_is_failed_and_frees_its_key() -> None:
 def test_results_are_kept_for_their_retention() -> None:
     result = tasks.add.enqueue(1)
     drain()
-    work = TaskWork()
+    work = WORK["tasks"]
     assert work.purge(using="default", limit=100) == 0
     with travel(days=8):
         assert work.purge(using="default", limit=100) == 1

@@ -15,8 +15,8 @@ from django.db import connection
 from django_outbox import lease as engine
 from django_outbox.lease import due
 from django_outbox.models import OutboxTask
-from django_outbox.relay import chosen
-from django_outbox.tasks import TASKS, Call, TaskWork, enqueue_many
+from django_outbox.relay import WORK, chosen
+from django_outbox.tasks import TASKS, Call, enqueue_many
 from tests.concurrency.helpers import RunningRelay, eventually, running_relay, together
 from tests.tasks.api import TaskResultStatus, task_finished
 from tests.testapp import tasks
@@ -42,7 +42,10 @@ def row(result: Any) -> OutboxTask:
 
 
 def scopes(*only: str) -> list[tuple[str, int]]:
-    return [(scope["queue_name"], scope["priority"]) for scope, _ in TaskWork(only).scopes(100, using="default")]
+    return [
+        (scope["queue_name"], scope["priority"])
+        for scope, _ in WORK["tasks"].narrowed(only).scopes(100, using="default")
+    ]
 
 
 def test_only_priorities_and_queue_names_that_have_something_due_are_looked_at() -> None:
@@ -61,11 +64,11 @@ def test_only_priorities_and_queue_names_that_have_something_due_are_looked_at()
     assert [*scopes()[:1], *scopes()[3:]] == [("default", 7), ("default", -5)]
     assert scopes("reports") == [("reports", 5)]
     assert scopes("nowhere") == []
-    assert TaskWork().next_due_seconds(using="default") == 0
+    assert WORK["tasks"].next_due_seconds(using="default") == 0
     OutboxTask.objects.exclude(priority=100).delete()
     assert scopes() == []
-    assert TaskWork().next_due_seconds(using="default") == pytest.approx(60, abs=5)
-    assert TaskWork(["mail"]).next_due_seconds(using="default") is None
+    assert WORK["tasks"].next_due_seconds(using="default") == pytest.approx(60, abs=5)
+    assert WORK["tasks"].narrowed(["mail"]).next_due_seconds(using="default") is None
 
 
 def test_what_is_leased_is_not_due_until_its_lease_runs_out() -> None:
@@ -73,7 +76,7 @@ def test_what_is_leased_is_not_due_until_its_lease_runs_out() -> None:
     claimer = engine.Claimer(TASKS, holder="other", using="default")
     assert len(claimer.claim(3, lease_seconds=50)) == 3
     assert scopes() == []
-    assert TaskWork().next_due_seconds(using="default") == pytest.approx(50, abs=5)
+    assert WORK["tasks"].next_due_seconds(using="default") == pytest.approx(50, abs=5)
 
 
 @pytest.mark.postgres
