@@ -26,6 +26,7 @@ __all__ = [
     "OutboxSettings",
     "Problem",
     "QueueSettings",
+    "TaskSettings",
     "WebhookSettings",
     "get_settings",
     "problems",
@@ -267,6 +268,46 @@ class WebhookSettings(QueueSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings(QueueSettings):
+    """The settings of the task queue."""
+
+    max_attempts: int = _setting(
+        "count",
+        default=8,
+        low=1,
+        high=10_000,
+        unit="attempts",
+        doc="Failed attempts after which a task is dead, where it says nothing itself.",
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=30.0, doc="Wait after the first failure; doubles from there."
+    )
+    replay_every_seconds: float | None = _setting(
+        "seconds",
+        default=None,
+        low=1,
+        doc="How often a dead task is tried again; `None` = never: it waits for a person.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=300.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=300.0, low=0.01, high=86_400, doc="Time limit of a task that sets none of its own."
+    )
+    concurrency: int = _setting(
+        "count", default=8, low=1, high=1_000, unit="threads", doc="Threads that run tasks, per relay process."
+    )
+    retention_seconds: float | None = _setting(
+        "seconds",
+        default=604_800.0,
+        high=_FOR_EVER,
+        optional=True,
+        doc="How long done tasks are kept, with their return values; an idle relay removes older ones. `None` = for"
+        " ever. Dead and failed ones are kept.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSettings:
     """All of ``settings.OUTBOX``, validated, with defaults filled in."""
 
@@ -331,6 +372,7 @@ class OutboxSettings:
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
     email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))
     webhooks: WebhookSettings = field(default_factory=WebhookSettings, metadata=_queue("The webhook queue."))
+    tasks: TaskSettings = field(default_factory=TaskSettings, metadata=_queue("The task queue."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +507,8 @@ def _item_problems(path: str, values: Sequence[object], meta: Mapping[str, Any])
                 yield Problem("E003", f"{where} is not a network: {error}.", meta["doc"])
 
 
+EMAIL_LEASE_MARGIN_SECONDS: Final = 15.0
+"""What an email's lease must leave beyond its time limit, so that a failed renewal doubles no send."""
 WEBHOOK_LOOKUP_SECONDS: Final = 5.0
 """How long the look-up of an endpoint's name may take."""
 WEBHOOK_LEASE_MARGIN_SECONDS: Final = 30.0
@@ -499,6 +543,16 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
                 f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )
+    email = built.email
+    needed = email.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS
+    if email.lease_seconds < needed:
+        yield Problem(
+            "E021",
+            f'OUTBOX["EMAIL"]: LEASE_SECONDS ({email.lease_seconds:g}) does not cover one email, that is its time limit'
+            f" ({email.timeout_seconds:g} s) and {EMAIL_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send"
+            " it again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )
     hooks = built.webhooks
     needed = WEBHOOK_LOOKUP_SECONDS + hooks.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
     if hooks.lease_seconds < needed:

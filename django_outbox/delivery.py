@@ -10,7 +10,6 @@ per handler; an email, a webhook delivery and a task have one, and share `Single
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -38,7 +37,6 @@ __all__ = [
     "SingleRun",
     "Step",
     "Work",
-    "announcement",
     "attempt",
     "current_cause",
 ]
@@ -90,27 +88,6 @@ class Cause:
 
 
 current_cause: ContextVar[Cause | None] = ContextVar("django_outbox_cause", default=None)
-
-
-handlers_for: Callable[[str], str] = str
-"""Returns the ``deliveries`` of a new event of a type. Set by ``events``, which stands above this module."""
-
-
-def announcement(
-    settled: engine.Settled, payload: Mapping[str, Any], *, organization_id: str = "", request_id: str = ""
-) -> engine.NewRow:
-    """Return the quiet event, of the queue's ``announcement`` type, that speaks of a row's death."""
-    lease = settled.lease
-    return engine.NewRow(
-        id=engine.new_id(),
-        type=lease.queue.announcement,
-        payload=json.dumps(payload, ensure_ascii=False),
-        deliveries=handlers_for(lease.queue.announcement),
-        organization_id=organization_id,
-        request_id=request_id,
-        causation_id=lease.id,
-        quiet=True,
-    )
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -353,6 +330,19 @@ class Work(ABC):
     """Rows are claimed ahead for about this long, by the measured time of a row; 0: as many as threads are free."""
     look_when_landed: ClassVar[bool] = False
     """Whether a row that ends can make another claimable."""
+
+    @property
+    def label(self) -> str:
+        """What is served, in words: the queue's name, and its parts where only some are."""
+        return self.queue.name
+
+    def narrowed(self, parts: Sequence[str]) -> Work:
+        """
+        Return the work on some parts of the queue only.
+
+        :raises ValueError: when it has no parts, or none of such a name.
+        """
+        raise ValueError(f"The queue {self.queue.name} has no parts, so {parts[0]!r} is none of them.")
 
     @abstractmethod
     def settings(self) -> QueueSettings:

@@ -10,6 +10,8 @@ it, and a filter that no index serves looks at the newest rows only, and says so
 
 from __future__ import annotations
 
+from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
+from django_outbox.admin.tasks import OutboxTaskAdmin
 
-__all__ = ["OutboxEventAdmin"]
+__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "OutboxTaskAdmin"]

@@ -16,7 +16,6 @@ from uuid import UUID
 from asgiref.sync import async_to_sync
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from django_outbox import delivery
 from django_outbox import lease as engine
 from django_outbox.conf import QueueSettings, get_settings
 from django_outbox.delivery import INTERRUPTED, MAX_STARTS_MARKED, WORKER_LOST, Cause, LeaseLost, Result, Work, attempt
@@ -461,12 +460,13 @@ def announcement(settled: engine.Settled, status: str) -> engine.NewRow:
         "aggregate_type": lease.content["aggregate_type"],
         "aggregate_id": lease.content["aggregate_id"],
     }
-    return delivery.announcement(
-        settled,
-        payload,
+    return engine.NewRow(
+        id=engine.new_id(),
+        type=lease.queue.announcement,
+        payload=json.dumps(payload, ensure_ascii=False),
+        deliveries=registry.deliveries(lease.queue.announcement),
         organization_id=lease.content["organization_id"],
         request_id=lease.content["request_id"],
+        causation_id=lease.id,
+        quiet=True,
     )
-
-
-delivery.handlers_for = registry.deliveries

@@ -7,8 +7,8 @@ is imported.
 
 from __future__ import annotations
 
-from django_outbox.mail.backend import EmailBackend, enqueue_email
+from django_outbox.mail.backend import EmailBackend, enqueue_email, queue_mailers
 from django_outbox.mail.deliver import EmailWork
 from django_outbox.mail.store import EMAILS
 
-__all__ = ["EMAILS", "EmailBackend", "EmailWork", "enqueue_email"]
+__all__ = ["EMAILS", "EmailBackend", "EmailWork", "enqueue_email", "queue_mailers"]

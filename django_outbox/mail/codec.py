@@ -276,7 +276,12 @@ class _Encoder:
         values = {
             name: getattr(message, name, None) for name in (*ANYMAIL_ATTRIBUTES, *self._settings.extra_attributes)
         }
-        return {name: self._value(value, name) for name, value in values.items() if name in given or _is_set(value)}
+        # A None that was set says something; one that nobody set does not.
+        return {
+            name: self._value(value, name)
+            for name, value in values.items()
+            if not _is_unset(value) and (name in given or value is not None)
+        }
 
     def _value(self, value: Any, path: str) -> Any:
         """Return an attribute's value as JSON; what JSON has no form for bears a tag."""
@@ -311,9 +316,9 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]
 _PLAIN_SHAPE: Final = {"content_subtype": "plain", "mixed_subtype": "mixed", "alternative_subtype": "alternative"}
 
 
-def _is_set(value: Any) -> bool:
-    # Anymail's word for "nothing was given" is a class of this name; None is a value.
-    return value is not None and getattr(value, "__name__", "") != "UNSET"
+def _is_unset(value: Any) -> bool:
+    # Anymail's word for "nothing was given" is a class of this name.
+    return isinstance(value, type) and value.__name__ == "UNSET"
 
 
 def _check_class(cls: type[EmailMessage], base: type[EmailMessage]) -> None:
@@ -358,7 +363,8 @@ def _message_id(document: Mapping[str, Any], settings: EmailSettings) -> str:
             raise InvalidEmail(f"The Message-ID is {len(given)} characters long; at most 255 fit.")
         return str(given)
     # Django's own would ask the resolver for this host's name, in the middle of a transaction.
-    domain = settings.message_id_domain or document["from"].rpartition("@")[2].rstrip(">").strip()
+    sender: str = document["from"]
+    domain = settings.message_id_domain or (sender.rpartition("@")[2].rstrip(">").strip() if "@" in sender else "")
     if not domain.isascii():
         domain = punycode(domain)
     if not re.fullmatch(r"[A-Za-z0-9.-]{1,150}", domain):

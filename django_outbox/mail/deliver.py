@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,8 +15,8 @@ from uuid import UUID
 from django.core.mail import EmailMessage
 
 from django_outbox import lease as engine
-from django_outbox.conf import EmailSettings, get_settings
-from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work, announcement
+from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_settings
+from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
@@ -24,12 +25,10 @@ from django_outbox.mail.store import EMAILS
 from django_outbox.mail.transport import SendFailed, Sent, Transport
 from django_outbox.mail.verdicts import Blame, Stage, Verdict, judge, refusal_text
 
-__all__ = ["MARGIN_SECONDS", "EmailRun", "EmailWork"]
+__all__ = ["EmailRun", "EmailWork"]
 
 logger = logging.getLogger("django_outbox.mail")
 
-MARGIN_SECONDS: Final = 15.0
-"""What a lease must leave beyond the time limit of one email, to settle it."""
 CHUNK: Final = 100
 PAUSE_MIN_SECONDS: Final = 5.0
 PAUSE_MAX_SECONDS: Final = 300.0
@@ -119,7 +118,7 @@ class EmailRun(SingleRun):
         if (expired := self._expired()) is not None:
             return expired
         settings = self._work.settings()
-        needed = min(settings.timeout_seconds + MARGIN_SECONDS, self.lease.seconds / 2)
+        needed = min(settings.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS, self.lease.seconds / 2)
         if self._work.backends.paused_seconds(self._alias) or self.lease.deadline - time.monotonic() < needed:
             return _RELEASED
         return None
@@ -168,8 +167,10 @@ class EmailRun(SingleRun):
                 sent = transport.send(message, settings=settings, seconds=max(0.1, ends - time.monotonic()))
             except SendFailed as failure:
                 verdict = _verdict(failure, message)
-                if verdict.blame is Blame.CONNECTION and not last:
-                    continue
+                if verdict.blame is Blame.CONNECTION:
+                    transport.drop()
+                    if not last:
+                        continue
                 text = transport.scrub(_text(failure.error))
                 return self._judged(verdict, clean_error(text), message)
             return self._sent(sent, message)
@@ -302,7 +303,7 @@ def _is_anymail(alias: str, settings: EmailSettings) -> bool:
 
 
 @contextmanager
-def _delivering(message_id: str) -> Any:
+def _delivering(message_id: str) -> Iterator[None]:
     token = delivering.set(message_id)
     try:
         yield
@@ -321,12 +322,18 @@ class _Kept(threading.local):
 
 
 class EmailWork(Work):
-    """The email queue."""
+    """
+    The email queue.
+
+    ``owed_to`` returns the ``deliveries`` of an event of a type, for the announcements;
+    the registry of handlers belongs to a sibling of this package.
+    """
 
     queue = EMAILS
     settle_at_once = True
 
-    def __init__(self) -> None:
+    def __init__(self, owed_to: Callable[[str], str]) -> None:
+        self._owed_to = owed_to
         self.backends = Backends()
         self._kept = _Kept()
         self._seen: set[str] = set()
@@ -394,11 +401,15 @@ class EmailWork(Work):
             "message_id": lease.content["message_id"],
             "idempotency_key": lease.content["idempotency_key"] or "",
         }
-        return announcement(
-            settled,
-            payload,
+        return engine.NewRow(
+            id=engine.new_id(),
+            type=self.queue.announcement,
+            payload=json.dumps(payload, ensure_ascii=False),
+            deliveries=self._owed_to(self.queue.announcement),
             organization_id=lease.content["organization_id"],
             request_id=lease.content["request_id"],
+            causation_id=lease.id,
+            quiet=True,
         )
 
     def along(self, written: Sequence[tuple[engine.Settled, str]], *, using: str) -> None:

@@ -131,7 +131,8 @@ class Transport:
         if connection is not None:
             connection.begin()
         try:
-            count = backend.send_messages([message])
+            # Third-party backends answer None as well.
+            count: Any = backend.send_messages([message])
         except Exception as error:
             if (provider_id := _provider_id(message)) is not None:
                 # Somebody's receiver failed after the provider had accepted it.
@@ -144,9 +145,8 @@ class Transport:
     def _opened(self, settings: EmailSettings) -> BaseEmailBackend:
         if self._backend is None:
             backend = delivering_backend(self.alias, settings)
-            timed: Any = backend
-            if getattr(timed, "timeout", 0) is None:
-                timed.timeout = settings.reply_timeout_seconds
+            if getattr(backend, "timeout", 0) is None:
+                setattr(backend, "timeout", settings.reply_timeout_seconds)  # noqa: B010  not every backend has one
             if isinstance(backend, SMTPBackend):
                 cls: Any = type(backend)
                 backend.__class__ = _watched_backend(cls)
@@ -244,7 +244,8 @@ class _Watch(smtplib.SMTP):
     def getreply(self) -> tuple[int, bytes]:
         if _limits.deadline is not None and self.sock is not None:
             left = _limits.deadline - time.monotonic()
-            given = self.timeout if isinstance(self.timeout, (int, float)) else left
+            own: Any = self.timeout  # an object of socket's own where none was set
+            given = own if isinstance(own, (int, float)) else left
             self.sock.settimeout(max(0.05, min(given, left)))
         reply = super().getreply()
         if self.stage is Stage.DATA and reply[0] == 354:
@@ -267,7 +268,17 @@ class _Watch(smtplib.SMTP):
 
     def data(self, *arguments: Any, **options: Any) -> tuple[int, bytes]:
         self.stage = Stage.DATA
-        return super().data(*arguments, **options)
+        try:
+            return super().data(*arguments, **options)
+        except smtplib.SMTPDataError as error:
+            # smtplib ends the transaction after every refusal but this one; the next message
+            # would then be one command too many.
+            if error.smtp_code == 421:
+                self.close()
+            else:
+                with suppress(smtplib.SMTPServerDisconnected):
+                    self.rset()
+            raise
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from django_outbox.relay.flights import Flight, Flights
 from django_outbox.relay.isolator import Isolator
 from django_outbox.relay.keeper import Keeper
 from django_outbox.relay.lane import Lane
-from django_outbox.relay.queues import WORK
+from django_outbox.relay.queues import chosen
 
 logger = logging.getLogger("django_outbox.relay")
 
@@ -67,16 +67,15 @@ class Relay:
         self._stopping = False
         self._exit_code = 0
         self._recovering = False
-        self._health = DatabaseHealth(self.using)
-        self.flights = Flights(using=self.using, health=self._health, landed=self._landed)
+        self.health = DatabaseHealth(self.using)
+        self.flights = Flights(using=self.using, health=self.health, landed=self._landed)
         self.flights.lanes = self.lanes = [
-            Lane(work, holder=self.holder, threads=threads, flights=self.flights, health=self._health)
-            for name, work in WORK.items()
-            if queues is None or name in queues
+            Lane(work, holder=self.holder, threads=threads, flights=self.flights, health=self.health)
+            for work in chosen(queues)
         ]
         self._keeper = Keeper(
             self.flights,
-            health=self._health,
+            health=self.health,
             stuck_seconds=self.settings.stuck_seconds,
             slept=self._recover,
             overloaded=self._recycle,
@@ -174,6 +173,9 @@ class Relay:
     def _recover(self) -> None:
         """Note that this relay was away: its leases may have run out while it still works on the rows."""
         self._recovering = True
+        # A look that failed has used up its wake-up, and what woke us may be committed long since.
+        for lane in self.lanes:
+            lane.woken = True
 
     # --- claiming
 
@@ -190,7 +192,7 @@ class Relay:
                 for lane in self.lanes:
                     if self._look_due(lane):
                         claimed += self._look(lane)
-                        self._health.works()
+                        self.health.works()
                 if (
                     self.mode == "serve"
                     and time.monotonic() >= purge_at
@@ -199,7 +201,7 @@ class Relay:
                     purge_at = time.monotonic() + PURGE_EVERY_SECONDS
                     self._purge()
             except DATABASE_TROUBLE as error:
-                self._health.failed("claim", error)
+                self.health.failed("claim", error)
                 self._recover()
                 self._pause(FAILED_FLOOR_SECONDS)
                 continue

@@ -30,6 +30,9 @@ WORKLOADS = (
     "audit",
     "idle",
     "memory",
+    "tasks",
+    "enqueue",
+    "deferred",
 )
 
 
@@ -104,12 +107,12 @@ def main() -> int:
     with server():
         django.setup()
         # These use models, and the settings the server's URL.
-        from tests.benchmarks import draining, waiting, writing
+        from tests.benchmarks import draining, tasking, waiting, writing
         from tests.benchmarks.harness import Bench, databases, progress
 
         functions = {
             name: function
-            for module in (writing, draining, waiting)
+            for module in (writing, draining, waiting, tasking)
             for name, function in vars(module).items()
             if name in WORKLOADS
         }

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,9 @@ class _AnyPort(Controller):
     """A controller that finds out which port it got, before it tries the port."""
 
     def _trigger_server(self) -> None:
-        self.port = self.server.sockets[0].getsockname()[1]
-        super()._trigger_server()
+        server: Any = self.server
+        self.port = server.sockets[0].getsockname()[1]
+        super()._trigger_server()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -59,9 +60,9 @@ def real_server() -> Iterator[RealServer]:
         controller.stop()
 
 
-Script = Callable[["Session_", str, str], "str | None"]
+Script = Callable[["Talk", str, str], "str | None"]
 """
-``script(session, verb, line) -> reply`` for each command; ``None`` for the ordinary reply.
+``script(talk, verb, line) -> reply`` for each command; ``None`` for the ordinary reply.
 
 The verbs are CONNECT, EHLO, MAIL, RCPT, DATA, BODY, RSET, QUIT, AUTH and their like. A
 reply of ``"drop"`` closes the connection, ``"silence"`` says nothing until the client
@@ -70,7 +71,7 @@ gives up, and ``"slow <seconds> <reply>"`` takes its time.
 
 
 @dataclass
-class Session_:
+class Talk:
     """One connection to the scripted server."""
 
     number: int
@@ -114,7 +115,7 @@ def scripted_server(script: Script) -> Iterator[ScriptedServer]:
             except OSError:
                 return
             server.sessions += 1
-            thread = threading.Thread(target=_talk, args=(client, server, Session_(server.sessions), closing))
+            thread = threading.Thread(target=_talk, args=(client, server, Talk(server.sessions), closing))
             thread.start()
             threads.append(thread)
 
@@ -131,58 +132,66 @@ def scripted_server(script: Script) -> Iterator[ScriptedServer]:
             thread.join(5)
 
 
-def _talk(client: socket.socket, server: ScriptedServer, session: Session_, closing: threading.Event) -> None:
+def _talk(client: socket.socket, server: ScriptedServer, talk: Talk, closing: threading.Event) -> None:
     client.settimeout(20)
-    stream = client.makefile("rb")
-    sender = ""
+    with client, client.makefile("rb") as stream, suppress(OSError):
+        _Conversation(client, stream, server, talk, closing).run()
 
-    def say(verb: str, line: str = "") -> str:
+
+@dataclass
+class _Conversation:
+    client: socket.socket
+    stream: Any
+    server: ScriptedServer
+    talk: Talk
+    closing: threading.Event
+    sender: str = ""
+
+    def run(self) -> None:
+        alive = bool(self.say("CONNECT"))
+        while alive:
+            line = self.stream.readline().decode("utf-8", "replace").strip()
+            if not line:
+                return
+            verb = line.split(" ", 1)[0].upper()
+            if verb == "MAIL":
+                self.talk.messages += 1
+                self.talk.recipients = []
+                self.sender = _address(line)
+            reply = self.say(verb, line)
+            if verb == "RCPT" and reply.startswith("25"):
+                self.talk.recipients.append(_address(line))
+            if verb == "DATA" and reply.startswith("354"):
+                body = _body(self.stream)
+                reply = self.say("BODY")
+                if reply.startswith("250"):
+                    self.server.received.append(Received(self.sender, list(self.talk.recipients), body))
+            alive = bool(reply) and verb != "QUIT"
+
+    def say(self, verb: str, line: str = "") -> str:
         """Answer a command; return the reply, or nothing once the connection is over."""
-        server.commands.append(line or verb)
-        reply = server.script(session, verb, line) or _ORDINARY.get(verb, "250 2.0.0 ok")
+        self.server.commands.append(line or verb)
+        reply = self.server.script(self.talk, verb, line) or _ORDINARY.get(verb, "250 2.0.0 ok")
         if reply == "silence":
-            while not closing.wait(0.02):
-                try:
-                    if client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"":
-                        return ""
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    return ""
+            self._wait_until_given_up()
             return ""
         if reply == "drop":
             return ""
         if reply.startswith("slow "):
             _, seconds, reply = reply.split(" ", 2)
-            closing.wait(float(seconds))
-        client.sendall(reply.encode() + b"\r\n")
+            self.closing.wait(float(seconds))
+        self.client.sendall(reply.encode() + b"\r\n")
         return reply
 
-    try:
-        alive = bool(say("CONNECT"))
-        while alive:
-            line = stream.readline().decode("utf-8", "replace").strip()
-            if not line:
-                return
-            verb = line.split(" ", 1)[0].upper()
-            if verb == "MAIL":
-                session.messages += 1
-                session.recipients = []
-                sender = line.partition("<")[2].partition(">")[0]
-            reply = say(verb, line)
-            if verb == "RCPT" and reply.startswith("25"):
-                session.recipients.append(line.partition("<")[2].partition(">")[0])
-            if verb == "DATA" and reply.startswith("354"):
-                body = _body(stream)
-                reply = say("BODY")
-                if reply.startswith("250"):
-                    server.received.append(Received(sender, list(session.recipients), body))
-            alive = bool(reply) and verb != "QUIT"
-    except OSError:
-        return
-    finally:
-        stream.close()
-        client.close()
+    def _wait_until_given_up(self) -> None:
+        while not self.closing.wait(0.02):
+            with suppress(BlockingIOError):
+                if self.client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"":
+                    return
+
+
+def _address(line: str) -> str:
+    return line.partition("<")[2].partition(">")[0]
 
 
 def _body(stream: Any) -> bytes:
