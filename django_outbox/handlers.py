@@ -13,7 +13,7 @@ from typing import Final
 
 from django.conf import settings as django_settings
 
-from django_outbox import audit, notifications, webhooks
+from django_outbox import alerts, audit, notifications, webhooks
 from django_outbox.conf import get_settings, problems
 from django_outbox.delivery import current_cause
 from django_outbox.events import Event, on_event
@@ -37,6 +37,11 @@ def write_notifications(event: Event) -> None:
     notifications.fan_out(event)
 
 
+def alert_operators(event: Event) -> None:
+    """Tell operators of a death, at once or in the next summary."""
+    alerts.alert(event)
+
+
 @dataclass(frozen=True, slots=True)
 class _Builtin:
     types: Callable[[], tuple[str, ...]]
@@ -55,6 +60,7 @@ _BUILTIN: Final = {
     "audit-log": _Builtin(_every_type, write_audit_entry),
     "webhook-fanout": _Builtin(_every_type, fan_out_to_webhooks),
     "notification-fanout": _Builtin(notifications.patterns, write_notifications),
+    alerts.HANDLER: _Builtin(lambda: alerts.TYPES, alert_operators),
 }
 
 

@@ -7,7 +7,7 @@ import django_outbox.models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("django_outbox", "0003_webhooks"),
+        ("django_outbox", "0004_tasks"),
     ]
 
     operations = [
