@@ -22,7 +22,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.apps import apps
-from django.db import IntegrityError, connections, router, transaction
+from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 
 from django_outbox.conf import get_settings
 from django_outbox.events import Event
@@ -160,8 +160,11 @@ def _write_for_all(line: _Line, ticket: _Ticket, using: str) -> None:
     try:
         try:
             _write(events, using, look=ticket.event.attempt > 1)
-        except IntegrityError:
-            # One has an entry already, of a run that was lost or is made twice; or the chain does not hold.
+        except (OperationalError, InterfaceError):
+            raise
+        except (DatabaseError, TypeError, ValueError):
+            # The database is there, so one of them is at fault: it has an entry already, of a run that was
+            # lost or is made twice, or cannot be entered at all.
             for each in batch:
                 _write_alone(each, using)
     except BaseException as error:
@@ -178,7 +181,7 @@ def _write_alone(ticket: _Ticket, using: str) -> None:
     event = ticket.event
     try:
         _write(lambda: [event], using, look=True)
-    except IntegrityError as error:
+    except (DatabaseError, InterfaceError, TypeError, ValueError) as error:
         ticket.error = error
 
 
