@@ -1,14 +1,18 @@
-"""The example's pages: registration, and the admin with the outbox in it."""
+"""The pages: the one to watch, registration, the receiver of webhooks, and the admin with the outbox in it."""
 
 from __future__ import annotations
 
 from django.contrib import admin
 from django.urls import path
 
-from example_project.accounts.views import register_view, registered_view
+from example_project.accounts.receiver import receive
+from example_project.accounts.views import act, front, register_view, state_view
 
 urlpatterns = [
-    path("", register_view, name="register"),
-    path("registered/", registered_view, name="registered"),
+    path("", front, name="front"),
+    path("state/", state_view, name="state"),
+    path("act/<slug:what>/", act, name="act"),
+    path("register/", register_view, name="register"),
+    path("receiver/", receive, name="receiver"),
     path("admin/", admin.site.urls),
 ]
