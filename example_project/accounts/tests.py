@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 from django.contrib.auth.models import User
 from django.core import mail
@@ -13,7 +14,7 @@ from django.test import TestCase, override_settings
 from django_outbox.models import AuditEntry, Notification, OutboxEvent, WebhookDelivery
 from django_outbox.testing import assert_emitted, drain, travel
 from django_outbox.webhooks import sign
-from example_project.accounts.models import ReceivedWebhook, ReceiverSecret, Switch, Token, TokenRequest
+from example_project.accounts.models import ReceivedWebhook, ReceiverSecret, Switch, Token
 from example_project.accounts.receiver import subscribe
 from example_project.accounts.registration import change_password, register
 
@@ -72,14 +73,14 @@ class PasswordTest(TestCase):
         change_password(self.user, "s3a-Breeze")
         drain()
         assert [message.subject for message in mail.outbox] == ["Your password was changed"]
-        for _ in range(2):
+        for minutes in (1, 2):
             assert Token.objects.filter(revoked=False).count() == 2
-            with travel(minutes=1):
+            with travel(minutes=minutes):
                 drain()
         assert Token.objects.filter(revoked=False).count() == 0
-        assert TokenRequest.objects.count() == 3
+        event = OutboxEvent.objects.get(type="user.password_changed")
+        assert (event.status, event.attempts) == ("done", 3)
         assert len(mail.outbox) == 1
-        assert OutboxEvent.objects.filter(status="done").count() == 2
 
     def test_operators_are_told_when_it_stays_down(self) -> None:
         """The event dies, and its death is an event that the built-in handler turns into a mail."""
@@ -96,10 +97,8 @@ class PasswordTest(TestCase):
 class ReceiverTest(TestCase):
     """The receiver of webhooks takes what is signed, once."""
 
-    def post(self, body: str, *, secret: str, id_: str = "1") -> int:
+    def post(self, body: bytes, *, secret: str, id_: str = "1") -> int:
         """Post a webhook as the relay does."""
-        import time  # noqa: PLC0415  one test's own
-
         now = int(time.time())
         headers = {"webhook-id": id_, "webhook-timestamp": str(now), "webhook-signature": sign(secret, id_, now, body)}
         return self.client.post("/receiver/", body, content_type="application/json", headers=headers).status_code
@@ -108,7 +107,7 @@ class ReceiverTest(TestCase):
         """A repeat has the same id."""
         subscribe("http://127.0.0.1:8000")
         secret = ReceiverSecret.objects.get().secret
-        body = json.dumps({"id": "1", "type": "user.created"})
+        body = json.dumps({"id": "1", "type": "user.created"}).encode()
         assert self.post(body, secret=secret) == self.post(body, secret=secret) == 204
         assert ReceivedWebhook.objects.get().times == 2
         assert self.post(body, secret="whsec_" + "QUJD" * 8) == 401
