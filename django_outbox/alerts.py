@@ -117,13 +117,14 @@ def _note(event: Event, using: str) -> None:
     window = get_settings().alert_window_seconds
     now = _now(using)
     subject_id, subject, error = _said(event)
+    slot = int(now // window)
     row = {
         "id": event.id,
         "type": event.type,
         "subject_id": subject_id,
         "subject": subject,
         "error": error,
-        "slot": int(now // window),
+        "slot": slot,
     }
     if not _insert(row, using):
         return
@@ -131,10 +132,10 @@ def _note(event: Event, using: str) -> None:
     quiet_since = datetime.fromtimestamp(now - window, UTC)
     if not alerts.filter(created_at__gt=quiet_since).exclude(pk=event.id).exists():
         # Of two that find it quiet at the same moment the second finds the first's key, and waits for the summary.
-        key = f"{HANDLER}:first:{row['slot']}"
+        key = f"{HANDLER}:first:{slot}"
         if _send(key, _Group.of([row]), 1, at=now, causes=[str(event.id)], using=using):
             alerts.filter(pk=event.id).update(told_at=datetime.fromtimestamp(now, UTC))
-    _ask_for_summary(row["slot"], now, using)
+    _ask_for_summary(slot, now, using)
 
 
 def _summarize(event: Event, using: str) -> None:

@@ -99,6 +99,7 @@ else:
     EMAIL_FILE_PATH = MAIL_DIRECTORY or None
     _EMAIL = {"BACKEND": _DELIVERS}
 DEFAULT_FROM_EMAIL = "hello@example.com"
+EMAIL_SUBJECT_PREFIX = "[example] "
 
 # The built-in receiver of webhooks is on this machine, without TLS. Neither is for production.
 RECEIVER_PORT = env.int("RECEIVER_PORT", default=8000)

@@ -83,7 +83,7 @@ class AuditEntryAdmin(_Written):
     """The audit log, newest first."""
 
     list_display: ClassVar[Any] = ("position", "type", "aggregate", "when")
-    ordering: ClassVar[Any] = ("-position",)
+    ordering: Any = ("-position",)
     search_help_text = 'An id, a position, or an aggregate with its type, such as "user 7".'
     fields: ClassVar[Any] = (
         "position",
@@ -133,7 +133,7 @@ class NotificationAdmin(_Written):
     """Who was told what."""
 
     list_display: ClassVar[Any] = ("recipient", "title", "event_type", "when", "read")
-    ordering: ClassVar[Any] = ("-id",)
+    ordering: Any = ("-id",)
     search_help_text = "An id, or a recipient."
 
     def found(self, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
@@ -156,7 +156,7 @@ class OperatorAlertAdmin(_Written):
     """What operators were told, or will be."""
 
     list_display: ClassVar[Any] = ("type", "subject", "why", "when", "told")
-    ordering: ClassVar[Any] = ("-created_at", "-id")
+    ordering: Any = ("-created_at", "-id")
     search_help_text = "The id of an announcement."
 
     @admin.display(description="why")

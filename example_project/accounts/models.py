@@ -12,6 +12,9 @@ class Switch(models.Model):
     name = models.CharField(max_length=32, primary_key=True)
     failing = models.BooleanField(default=False)
 
+    class Meta:
+        verbose_name_plural = "switches"
+
     def __str__(self) -> str:
         return f"{self.name}: {'fails' if self.failing else 'works'}"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connection
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
@@ -49,6 +50,11 @@ pytestmark = [
     pytest.mark.skipif(
         not (CHROMIUM and DRIVER) and not os.environ.get("REQUIRE_BROWSER"),
         reason="needs chromium and chromedriver, which are not installed",
+    ),
+    # A browser shows the same either way, and takes long to start.
+    pytest.mark.skipif(
+        (connection.vendor == "sqlite") != (sys.version_info < (3, 12)),
+        reason="runs on SQLite before Python 3.12, and on PostgreSQL from there on",
     ),
 ]
 
