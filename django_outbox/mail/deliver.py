@@ -412,6 +412,10 @@ class EmailWork(Work):
             quiet=True,
         )
 
+    def goes_along(self, settled: engine.Settled) -> bool:
+        """Return whether a follow-up may be queued or a content be removed; for most emails neither."""
+        return bool(settled.lease.content["sensitive"] or settled.columns.get("refused"))
+
     def along(self, written: Sequence[tuple[engine.Settled, str]], *, using: str) -> None:
         """Queue the follow-ups of partly refused emails, and remove what final sensitive ones say."""
         for settled, status in written:
