@@ -13,6 +13,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.core.mail import EmailMessage
+from django.db import DatabaseError
 
 from django_outbox import lease as engine
 from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_settings
@@ -143,7 +144,7 @@ class EmailRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:
         """Send it."""
-        loaded = store.load(self.lease.id, using=self.using)
+        loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
         if loaded is None:
             return _failed("its content is gone", "wiped")
         transport = self._work.transport(self._alias)
@@ -247,6 +248,8 @@ class EmailRun(SingleRun):
                 self._result = Result(INTERRUPTED, columns={"failure_kind": "interrupted", "maybe_sent": True})
 
 
+_DOCUMENT: Final = "document"
+"""Where a lease carries what its email says, until it is sent."""
 _RELEASED: Final = Result(outcome=engine.Released())
 
 
@@ -339,6 +342,7 @@ class EmailWork(Work):
         self._seen: set[str] = set()
         self._seen_at = float("-inf")
         self._sweep_after: UUID | None = None
+        self._using: str | None = None
 
     def settings(self) -> EmailSettings:
         """Return ``OUTBOX["EMAIL"]``."""
@@ -363,6 +367,7 @@ class EmailWork(Work):
 
     def scopes(self, room: int, *, using: str) -> Iterable[tuple[Mapping[str, Any], int]]:
         """Return the lanes of the backends that do not rest, urgent ones first, where something is due."""
+        self._using = using
         paused = self.backends.paused()
         lanes = [
             {"priority": priority, "backend_alias": alias}
@@ -370,6 +375,20 @@ class EmailWork(Work):
             for alias in sorted(self._aliases(using) - paused.keys())
         ]
         return [(lane, min(room, CHUNK)) for lane in engine.due_lanes(self.queue, lanes, using=using)]
+
+    def claimed(self, leases: Sequence[engine.Lease]) -> None:
+        """Load what the claimed emails say, in one statement for all of them."""
+        if not leases or self._using is None:
+            return
+        try:
+            found = store.documents([lease.id for lease in leases], using=self._using)
+        except DatabaseError as error:
+            # Each is loaded when its turn comes. The connection is the claim loop's to look after.
+            logger.warning("contents not loaded ahead error=%s", clean_error(error))
+            return
+        for lease in leases:
+            if lease.id in found:
+                lease.content[_DOCUMENT] = found[lease.id]
 
     def _aliases(self, using: str) -> set[str]:
         """Return the aliases that rows may bear: those of the settings, and those in the table."""

@@ -16,15 +16,27 @@ from uuid import UUID
 from django.apps import apps
 from django.db import connections, transaction
 from django.db.models import Q
+from django.db.models.functions import Length
 
 from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.errors import InvalidEmail
 from django_outbox.mail.codec import Stored
 
-__all__ = ["EMAILS", "drop_content", "insert_emails", "insert_follow_up", "load", "sweep_blobs", "wipe_final"]
+__all__ = [
+    "EMAILS",
+    "documents",
+    "drop_content",
+    "insert_emails",
+    "insert_follow_up",
+    "load",
+    "sweep_blobs",
+    "wipe_final",
+]
 
 _SHA_BATCH: Final = 100
+DOCUMENT_AHEAD: Final = 50_000
+"""Characters of a document that are worth keeping in memory until its turn comes."""
 SWEPT: Final = 500
 """Blobs that one sweep looks at."""
 
@@ -169,10 +181,11 @@ def _blob_ids(blobs: Mapping[str, bytes], using: str) -> dict[str, UUID]:
     return found | missing
 
 
-def load(email_id: UUID, *, using: str) -> tuple[str, dict[str, bytes]] | None:
-    """Return an email's document and blobs, or ``None`` when its content is gone."""
-    content = _model("OutboxEmailContent").objects.using(using).filter(pk=email_id).values_list("document", flat=True)
-    document = next(iter(content), None)
+def load(email_id: UUID, *, using: str, document: str | None = None) -> tuple[str, dict[str, bytes]] | None:
+    """Return an email's document, unless it is given, and its blobs; ``None`` when its content is gone."""
+    if document is None:
+        content = _model("OutboxEmailContent").objects.using(using)
+        document = next(iter(content.filter(pk=email_id).values_list("document", flat=True)), None)
     if document is None:
         return None
     if '"blob":' not in document and '"mime":' not in document:
@@ -180,6 +193,12 @@ def load(email_id: UUID, *, using: str) -> tuple[str, dict[str, bytes]] | None:
     ids = _model("OutboxEmailAttachment").objects.using(using).filter(email_id=email_id).values("blob_id")
     blobs = _model("OutboxEmailBlob").objects.using(using).filter(pk__in=ids).values_list("sha256", "content")
     return document, {digest: bytes(data) for digest, data in blobs}
+
+
+def documents(ids: Sequence[UUID], *, using: str) -> dict[UUID, str]:
+    """Return the documents of emails, but for large ones, which are loaded when their turn comes."""
+    rows = _model("OutboxEmailContent").objects.using(using).alias(size=Length("document"))
+    return dict(rows.filter(pk__in=ids, size__lt=DOCUMENT_AHEAD).values_list("pk", "document"))
 
 
 # --- what goes -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ def mail_enqueue(bench: Bench) -> Iterator[Line]:
     """Time what an event and a plain text mail add to a transaction, by turns."""
     with connection.cursor() as cursor:
         cursor.execute(f"TRUNCATE {TABLES}, django_outbox_event")
-        cursor.execute("CREATE TABLE IF NOT EXISTS bench_purchase (id bigserial PRIMARY KEY, customer text, total text)")
+        cursor.execute(
+            "CREATE TABLE IF NOT EXISTS bench_purchase (id bigserial PRIMARY KEY, customer text, total text)"
+        )
 
     def transact(more: Callable[[], object] | None) -> None:
         with transaction.atomic():
@@ -124,12 +126,14 @@ def mail_send(bench: Bench) -> Iterator[Line]:
 def mail_memory(bench: Bench) -> Iterator[Line]:
     """Send messages with attachments of 100 kB, and see that memory does not grow with their number."""
     few, many = bench.size(500, least=50), bench.size(10_000, least=500)
-    peaks = []
     with _sink() as port:
-        for count in (few, many):
-            peaks.append(_sent_by_relay(count, port, os.urandom(100_000))[1])
+        peaks = [_sent_by_relay(count, port, os.urandom(100_000))[1] for count in (few, many)]
     yield absolute(
-        "mail_memory: peak, attachments of 100 kB", peaks[1], shown="{:.0f} MB", target="< 150 MB", reached=peaks[1] < 150
+        "mail_memory: peak, attachments of 100 kB",
+        peaks[1],
+        shown="{:.0f} MB",
+        target="< 150 MB",
+        reached=peaks[1] < 150,
     )
     yield absolute(
         "mail_memory: growth with twenty times the messages",
