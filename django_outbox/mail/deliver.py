@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from uuid import UUID
 
 from django.core.mail import EmailMessage
-from django.db import DatabaseError
+from django.db import DatabaseError, InterfaceError, OperationalError
 
 from django_outbox import lease as engine
 from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_settings
-from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work
+from django_outbox.delivery import Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
@@ -144,7 +144,12 @@ class EmailRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:
         """Send it."""
-        loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
+        try:
+            loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
+        except (OperationalError, InterfaceError) as error:
+            # The database's trouble is not the message's.
+            logger.warning("content not loaded id=%s error=%s", self.lease.id, clean_error(error))
+            return _RELEASED
         if loaded is None:
             return _failed("its content is gone", "wiped")
         transport = self._work.transport(self._alias)
@@ -238,14 +243,21 @@ class EmailRun(SingleRun):
         """Record how it ended; a pause that a child process met is this process's, too."""
         if result is not _RELEASED and isinstance(result.outcome, engine.Released):
             self._work.backends.pause(self._alias, reason="a child process could not send")
-        super().finish(step, result)
+        super().finish(step, _in_doubt(result))
 
     def interrupt(self) -> None:
         """Count a send under way as failed; its message may have gone out."""
         super().interrupt()
         with self._lock:
-            if self._result is not None and self._result.error == INTERRUPTED:
-                self._result = Result(INTERRUPTED, columns={"failure_kind": "interrupted", "maybe_sent": True})
+            if self._result is not None:
+                self._result = _in_doubt(self._result)
+
+
+def _in_doubt(result: Result) -> Result:
+    """Return a failure that somebody else states, such as the watch over the time limits, as one of an email."""
+    if result.ok or "failure_kind" in result.columns:
+        return result
+    return replace(result, columns={"failure_kind": "interrupted", "maybe_sent": True})
 
 
 _DOCUMENT: Final = "document"

@@ -20,7 +20,6 @@ from django.db.models.functions import Length
 
 from django_outbox import lease as engine
 from django_outbox import wake
-from django_outbox.errors import InvalidEmail
 from django_outbox.mail.codec import Stored
 
 __all__ = [
@@ -112,27 +111,21 @@ def insert_emails(emails: Sequence[tuple[Mapping[str, Any], Stored]], *, using: 
     rows = [{"id": id_, "refused": {}, **columns} for id_, (columns, _) in zip(ids, emails, strict=True)]
     keyed = any(row.get("idempotency_key") is not None for row in rows)
     # Keys in one order, so that two transactions which write several cannot wait for one another.
-    order = sorted(rows, key=lambda row: row.get("idempotency_key") or "") if keyed else rows
-    written = set(
-        engine.insert_rows(EMAILS, order, columns=_COLUMNS, using=using, unique="idempotency_key" if keyed else "")
-    )
+    left = sorted(rows, key=lambda row: row.get("idempotency_key") or "") if keyed else rows
+    written: set[UUID] = set()
+    held: dict[str, UUID] = {}
+    while left:
+        unique = "idempotency_key" if keyed else ""
+        written |= set(engine.insert_rows(EMAILS, left, columns=_COLUMNS, using=using, unique=unique))
+        missed = [row for row in left if row["id"] not in written]
+        held |= _holders([row["idempotency_key"] for row in missed], using)
+        # Who held a key may have been purged between the two statements.
+        left = [row for row in missed if row["idempotency_key"] not in held]
     fresh = [(id_, stored) for id_, (_, stored) in zip(ids, emails, strict=True) if id_ in written]
     if fresh:
         _insert_content(fresh, using)
         wake.notify_on_commit(using, queue=EMAILS.name)
-    held = _holders([row["idempotency_key"] for row in rows if row["id"] not in written], using)
-    result = []
-    for row in rows:
-        if row["id"] in written:
-            result.append((row["id"], True))
-        elif (holder := held.get(row["idempotency_key"])) is not None:
-            result.append((holder, False))
-        else:
-            raise InvalidEmail(
-                f"The email with the idempotency key {row['idempotency_key']!r:.120} was purged at this very moment;"
-                " try again."
-            )
-    return result
+    return [(row["id"], True) if row["id"] in written else (held[row["idempotency_key"]], False) for row in rows]
 
 
 def _holders(keys: Sequence[str], using: str) -> dict[str, UUID]:
