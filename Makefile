@@ -1,7 +1,7 @@
 # Each target does its own set-up below .venv/, once, and again when pyproject.toml changes.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test lint demo bench clean
+.PHONY: help test lint demo bench chaos clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,10 @@ demo: ## Run the example project on a new SQLite file and show what was delivere
 bench: ## Measure speed beside plain psycopg (ARGS="drain --scale 0.1" narrows; ARGS=--help)
 	@.ci/environment bench any test
 	@.venv/bench/bin/python -m tests.benchmarks $(ARGS)
+
+chaos: ## Kill, pause and cut off relays for a minute, then count what is lost or doubled (ARGS="--seconds 300"; ARGS=--help)
+	@.ci/environment bench any test
+	@.venv/bench/bin/python -m tests.chaos $(ARGS)
 
 clean: ## Remove environments, caches and the demo's database
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import random
+import secrets
 import threading
 import time
 import weakref
@@ -35,6 +36,8 @@ PING_SECONDS: Final = 15.0
 PING_DEADLINE_SECONDS: Final = 10.0
 RECONNECT_MIN_SECONDS: Final = 0.25
 RECONNECT_MAX_SECONDS: Final = 15.0
+HEARING_SECONDS: Final = 2.0
+"""How long a notification may take behind a session pooler, where it does arrive."""
 DATA_VERSION_SECONDS: Final = 0.05
 
 
@@ -256,6 +259,8 @@ class Listener(Watcher):
     The connection is asked for a sign of life every 15 s with a deadline, so a
     half-open socket is noticed; it reconnects from 250 ms doubling to 15 s, and
     wakes the relay after each reconnect, since what was notified in the gap is lost.
+    Behind a pooler that hands its sessions out by the transaction, where LISTEN seems
+    to succeed and nothing is ever heard, it says so once and gives up: the relay polls.
     """
 
     def __init__(self, alias: str, on_wake: OnWake, *, dsn: str | None = None) -> None:
@@ -299,12 +304,17 @@ class Listener(Watcher):
         healthy = True
         while not self._stopping:
             try:
-                async with asyncio.timeout(PING_DEADLINE_SECONDS):
-                    connection = await psycopg.AsyncConnection.connect(**self._parameters(), autocommit=True)
+                connection = await self._connect()
                 try:
-                    async with asyncio.timeout(PING_DEADLINE_SECONDS):
-                        for channel in CHANNELS:
-                            await connection.execute(f"LISTEN {channel}")
+                    for channel in CHANNELS:
+                        await self._execute(connection, f"LISTEN {channel}")
+                    if not await self._hears(connection):
+                        logger.warning(
+                            "LISTEN is not heard here, polling instead; a transaction pooler is between, most likely:"
+                            ' set OUTBOX["LISTEN_DSN"] to an address of the server itself database=%s',
+                            self._local.alias,
+                        )
+                        return
                     # Registered first, then drained: what was committed before is found by the
                     # drain, what comes after by the notification.
                     self.listening.set()
@@ -331,8 +341,47 @@ class Listener(Watcher):
             async for notification in connection.notifies(timeout=PING_SECONDS, stop_after=1):
                 self._on_wake(CHANNELS.get(notification.channel))
             if time.monotonic() - began >= PING_SECONDS:
-                async with asyncio.timeout(PING_DEADLINE_SECONDS):
-                    await connection.execute("SELECT 1")
+                await self._execute(connection, "SELECT 1")
+
+    async def _connect(self) -> Any:
+        import psycopg  # noqa: PLC0415  SQLite projects need no libpq
+
+        async with asyncio.timeout(PING_DEADLINE_SECONDS):
+            return await psycopg.AsyncConnection.connect(**self._parameters(), autocommit=True)
+
+    async def _execute(self, connection: Any, statement: str) -> Any:
+        """Return the first value of a statement's answer, if it has one; a silent server costs the deadline."""
+        task = asyncio.ensure_future(connection.execute(statement))
+        done, _ = await asyncio.wait([task], timeout=PING_DEADLINE_SECONDS)
+        if not done:
+            # Closed first: psycopg would spend 10 s more on having the silent server cancel the statement.
+            connection.pgconn.finish()
+            task.cancel()
+            await asyncio.wait([task])
+            raise TimeoutError(f"no answer within {PING_DEADLINE_SECONDS:g} s")
+        cursor = task.result()
+        return (await cursor.fetchone())[0] if cursor.description else None
+
+    async def _hears(self, connection: Any) -> bool:
+        """Return whether what another session notifies arrives on this connection."""
+        # A pooler greets its clients with a number of its own making. Without one there is no need to ask.
+        if await self._execute(connection, "SELECT pg_backend_pid()") == connection.info.backend_pid:
+            return True
+        channel = f"django_outbox_{secrets.token_hex(8)}"
+        await self._execute(connection, f"LISTEN {channel}")
+        # Not by this connection: a pooler passes on what comes along with an answer.
+        other = await self._connect()
+        try:
+            await self._execute(other, f"NOTIFY {channel}")
+            heard = False
+            until = time.monotonic() + HEARING_SECONDS
+            while not heard and (left := until - time.monotonic()) > 0:
+                async for notification in connection.notifies(timeout=left, stop_after=1):
+                    heard = notification.channel == channel
+            await self._execute(connection, f"UNLISTEN {channel}")
+        finally:
+            other.pgconn.finish()
+        return heard
 
     def _parameters(self) -> dict[str, Any]:
         if self._dsn is not None:

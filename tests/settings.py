@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from psycopg.conninfo import conninfo_to_dict
-
 from tests.server import start_postgres
 
 SECRET_KEY = "for tests only"
@@ -88,6 +86,9 @@ def _sqlite(name: str) -> dict[str, Any]:
 
 
 def _postgres(name: str) -> dict[str, Any]:
+    # Imported here: every process that a test starts on SQLite would pay for libpq too.
+    from psycopg.conninfo import conninfo_to_dict
+
     server = conninfo_to_dict(os.environ.get("TEST_DATABASE_URL") or start_postgres())
     return {
         "ENGINE": "django.db.backends.postgresql",

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from django.db import connections
 
+from django_outbox.lease.prepared import fetch
 from django_outbox.lease.rows import Clock, Lease, Queue
 from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, dialect_of, statement, table_of, write_transaction
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _NO_SCOPE: Final[Mapping[str, Any]] = MappingProxyType({})
 _SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
+
+USUAL_LIMIT: Final = 500
+"""A claim of this size has its limits in the text, so that also a plan for any parameters is made for them."""
 
 LEASED_SEEN: Final = 500
 """Leased rows at the head of a scan among which the next lease to run out is looked for."""
@@ -112,7 +116,7 @@ class Claimer:
                     clock=clock,
                     seconds=lease_seconds,
                     deadline=started + lease_seconds,
-                    content=dict(zip(extra, row[10:], strict=True)),
+                    content=dict(zip(extra, row[10:], strict=False)),
                 )
             )
         # The database measures bytes in its own way; half the bound is near enough to it.
@@ -137,13 +141,15 @@ class Claimer:
         # A lost claim is a redelivery and never a loss, so its commit need not wait for the
         # disk. Inside a caller's transaction (a test's) that would weaken more than the claim.
         lazy = not connection.in_atomic_block
-        sql = _postgres_claim(self.queue, table_of(self.queue, connection), order, lazy, narrowed.sql)
-        where = narrowed.params
-        with connection.cursor() as cursor:
-            cursor.execute(sql, [*where, dead, *where, limit, *where, limit, max_bytes, self.holder, lease_seconds])
-            rows = cursor.fetchall()
+        literal = (limit, dead) if limit == USUAL_LIMIT else None
+        sql = _postgres_claim(self.queue, table_of(self.queue, connection), order, lazy, narrowed.sql, literal)
+        params = [*narrowed.params] if literal else [*narrowed.params, dead]
+        for _ in order:
+            params += narrowed.params if literal else [*narrowed.params, limit]
+        # From a long backlog planning costs little beside the rows, and must see how long it is.
+        rows = fetch(connection, sql, [*params, max_bytes, self.holder, lease_seconds], prepare=not self.more)
         rows.sort(key=_last)
-        return [row[:-1] for row in rows]
+        return rows
 
     def _claim_sqlite(
         self,
@@ -219,15 +225,16 @@ class _Narrowed:
 
 
 @statement
-def _postgres_claim(
+def _postgres_claim(  # noqa: PLR0917  positional, for the cache
     queue: Queue,
     table: str,
     order: tuple[str, str],
-    lazy_commit: bool,  # noqa: FBT001  positional, for the cache
+    lazy_commit: bool,  # noqa: FBT001
     narrowed: str,
+    literal: tuple[int, int] | None,
 ) -> str:
     """
-    Return the claim as one statement.
+    Return the claim as one statement; ``literal``: its limits, in all and for dead rows, as part of the text.
 
     Every scan is an ordered walk of its own partial index that stops at its limit, so
     the cost depends on neither finished rows nor rows due later. The scans are
@@ -244,7 +251,8 @@ def _postgres_claim(
     scans = []
     for position, (name, taken) in enumerate((("dead", ()), (order[0], ("dead",)), (order[1], ("dead", order[0])))):
         due, key = SCANS[name]
-        room = "%s" + "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in taken)
+        room = "%s" if literal is None else str(literal[name == "dead"])
+        room += "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in taken)
         scans.append(f"""
             {name}_rows AS MATERIALIZED (
                 SELECT id, leased_by, {(position - 1) % 3} AS scan, {key} AS due, {size} AS size
@@ -330,9 +338,7 @@ def next_due_seconds(
     params = [*narrowed.params, *(dialect.param(value) for values in given.values() for value in values)]
     in_scope = "".join(f" AND {connection.ops.quote_name(name)} = %s" for name in scope) + left_out
     sql = _next_due(dialect, table_of(queue, connection), narrowed.sql + left_out, in_scope)
-    with connection.cursor() as cursor:
-        cursor.execute(sql, params * 6)
-        seconds = [float(value) for value in cursor.fetchone() if value is not None]
+    seconds = [float(value) for value in fetch(connection, sql, params * 6, prepare=True)[0] if value is not None]
     return max(0.0, min(seconds)) if seconds else None
 
 

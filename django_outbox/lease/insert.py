@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, Final
 from uuid import UUID
 
@@ -13,7 +12,7 @@ from django.apps import apps
 from django.db import connections
 
 from django_outbox.lease.rows import NewRow
-from django_outbox.lease.vendors import Dialect, SQLite, dialect_of
+from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, statement
 
 _EVENT_COLUMNS: Final = (
     # column, PostgreSQL type, value of a row
@@ -32,8 +31,15 @@ _EVENT_COLUMNS: Final = (
     ("delay", "float8"),
 )
 
-
-_ONE_ROW: Final = f"(SELECT {', '.join(f'%s::{kind} AS {name}' for name, kind in _EVENT_COLUMNS)}) AS r"
+_DEFAULTS: Final = (
+    # column, the value that the table gives it by itself
+    ("aggregate_type", ""),
+    ("aggregate_id", ""),
+    ("organization_id", ""),
+    ("request_id", ""),
+    ("causation_id", None),
+    ("quiet", False),
+)
 
 
 def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
@@ -49,23 +55,71 @@ def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
     dialect = dialect_of(connection)
     table = connection.ops.quote_name(apps.get_model("django_outbox", "OutboxEvent")._meta.db_table)
     given = any(row.given_id for row in rows)
-    source, params = _event_source(rows, dialect)
+    if len(rows) == 1:
+        sql, params = _one_event(rows[0], dialect, table)
+    else:
+        source, params = _event_source(rows, dialect)
+        sql = _insert_statement(dialect, table, source, given)
     with connection.cursor() as cursor:
-        cursor.execute(_insert_statement(dialect, dialect.clock, table, source, given), params)
+        cursor.execute(sql, params)
         if given:
             return [dialect.id_value(row[0]) for row in cursor.fetchall()]
     return [row.id for row in rows]
 
 
-@lru_cache(maxsize=256)
+def _one_event(row: NewRow, dialect: Dialect, table: str) -> tuple[str, list[Any]]:
+    """
+    Return the INSERT of one event and its parameters.
+
+    It decides here what the statement for many decides on the server, and leaves to the table
+    what the table knows: a transaction that emits waits a third less for it.
+    """
+    extra = []
+    params: list[Any] = [dialect.param(row.id), row.type, row.payload, row.deliveries, row.headers]
+    if row.occurred_at is not None:
+        params.append(dialect.param(row.occurred_at))
+    for name, default in _DEFAULTS:
+        if (value := getattr(row, name)) != default:
+            extra.append(name)
+            params.append(dialect.param(value))
+    owed, delayed = row.deliveries != "{}", row.delay is not None
+    if delayed:
+        params += [row.delay] * (1 + owed)
+    shape = (row.occurred_at is not None, owed, delayed, row.given_id)
+    return _one_event_statement(dialect, table, tuple(extra), shape), params
+
+
+@statement
+def _one_event_statement(
+    dialect: Dialect, table: str, extra: tuple[str, ...], shape: tuple[bool, bool, bool, bool]
+) -> str:
+    told, owed, delayed, given = shape
+    values = {
+        **dict.fromkeys(("id", "type", "payload", "deliveries", "headers"), "%s"),
+        "failures": "'{}'",
+        "created_at": dialect.clock,
+        "occurred_at": "%s" if told else dialect.clock,
+        **dict.fromkeys(extra, "%s"),
+    }
+    if delayed:
+        values["not_before"] = dialect.after("%s")
+        if owed:
+            values |= {"status": "'waiting'", "due_at": dialect.after("%s")}
+    if not owed:
+        values |= {"status": "'done'", "finished_at": dialect.clock}
+    sql = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join(values.values())})"
+    return f"{sql} ON CONFLICT (id) DO NOTHING RETURNING id" if given else sql
+
+
+@statement
 def _insert_statement(
     dialect: Dialect,
-    clock: str,
     table: str,
     source: str,
     given: bool,  # noqa: FBT001  positional, for the cache
 ) -> str:
-    """Return the INSERT for a source of rows; few sources occur, and building the text costs more than sending it."""
+    """Return the INSERT for a source of many rows."""
+    clock = dialect.clock
     # A delayed row waits; one that nobody handles is done; `deliveries` says which.
     owed = "r.deliveries <> '{}'"
     return f"""
@@ -91,8 +145,6 @@ def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[A
             f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(_EVENT_COLUMNS)
         )
         return f"(SELECT {fields} FROM json_each(%s)) AS r", [json.dumps(values, ensure_ascii=False)]
-    if len(rows) == 1:
-        return _ONE_ROW, [getattr(rows[0], name) for name, _ in _EVENT_COLUMNS]
     # What all rows share goes in once as a scalar, only what differs as arrays.
     arrays: list[tuple[str, str]] = []
     scalars: list[str] = []

@@ -107,6 +107,9 @@ def tidy_connections() -> str:
         elif (
             getattr(connection, "outbox_session_changed", False)
             or _is_closed(connection)
+            # The session may be to blame, not the statement: one that was opened while the
+            # server was read-only stays so.
+            or connection.errors_occurred
             or now - getattr(connection, "outbox_since", now) > CONNECTION_MAX_AGE_SECONDS
             or connection.settings_dict["OPTIONS"].get("pool")
         ):

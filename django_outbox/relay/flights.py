@@ -75,7 +75,6 @@ class Flights:
 
     def __init__(self, *, using: str, health: DatabaseHealth, landed: Landed) -> None:
         self.using = using
-        self.counts: Counter[str] = Counter()
         self.lanes: Sequence[Lane] = ()
         self.landed = threading.Condition()
         """Notified whenever rows leave."""
@@ -91,6 +90,14 @@ class Flights:
     def held(self) -> int:
         """Return how many rows this process owns; zero when nothing is in its hands."""
         return sum(len(lane.flights) for lane in self.lanes)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rows by what became of them, of all queues."""
+        total: Counter[str] = Counter()
+        for lane in self.lanes:
+            total += lane.counts
+        return total
 
     def all(self) -> list[Flight]:
         """Return the rows in flight now."""
@@ -141,29 +148,28 @@ class Flights:
 
     def drop(self, flight: Flight) -> None:
         """Let go of a row that is another's, without a word to the database."""
-        self.counts["lost"] += 1
         logger.warning(
             "lease lost, the row is another relay's now queue=%s id=%s", flight.lane.work.queue.name, flight.lease.id
         )
-        self._land([flight])
+        self._land([flight], ["lost"])
 
     def release(self, flights: Sequence[Flight]) -> None:
         """Give back rows of one queue that were not started, their attempt with them."""
         for start in range(0, len(flights), SETTLE_LIMIT):
             chunk = flights[start : start + SETTLE_LIMIT]
+            given_back = 0
             try:
                 with self.claiming:
-                    self.counts["released"] += engine.release([flight.lease for flight in chunk], using=self.using)
+                    given_back = engine.release([flight.lease for flight in chunk], using=self.using)
             except DATABASE_TROUBLE as error:
                 # Their leases run out by themselves.
                 self._health.failed("release", error)
-            self._land(chunk)
+            self._land(chunk, ["released"] * given_back)
 
-    def _land(self, flights: Sequence[Flight]) -> None:
-        if not flights:
-            return
+    def _land(self, flights: Sequence[Flight], became: Iterable[str]) -> None:
         lane = flights[0].lane
         with self.landed:
+            lane.counts.update(became)
             for flight in flights:
                 if lane.flights.get(flight.lease.id) is flight:
                     del lane.flights[flight.lease.id]
@@ -256,17 +262,16 @@ class Flights:
         left |= self.reclaimed({lease for lease in fences if lease.id not in written}, fences)
         anew = [item for item in ended if item[1].lease in left]
         ended = [item for item in ended if item[1].lease not in left]
-        for _, settled in ended:
-            status = written.get(settled.lease.id, "lost")
-            self.counts[status] += 1
+        became = [written.get(settled.lease.id, "lost") for _, settled in ended]
+        for status, (_, settled) in zip(became, ended, strict=True):
             if status == "lost":
                 logger.warning(
                     "outcome not written, the row is another relay's queue=%s id=%s", work.queue.name, settled.lease.id
                 )
         if ended:
             lane.note_speed(ended)
-            self._land([flight for flight, _ in ended])
-        if any(written.get(settled.lease.id, "done") != "done" for _, settled in ended):
+            self._land([flight for flight, _ in ended], became)
+        if any(status not in {"done", "lost"} for status in became):
             # It may fall due, or its announcement is, before the claim loop would look again.
             self._when_landed(lane, due=True)
         return anew, well

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 from uuid import UUID
@@ -75,6 +75,8 @@ class Lane:
         self.threads = threads or self.settings.concurrency
         self.claimer = engine.Claimer(work.queue, holder=holder, using=flights.using)
         self.flights: dict[UUID, Flight] = {}
+        self.counts: Counter[str] = Counter()
+        """Rows by what became of them: the status written, ``lost`` or ``released``."""
         self.ready: deque[Flight] = deque()
         self.stuck: list[Slot] = []
         self.isolated = 0

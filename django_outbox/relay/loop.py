@@ -67,16 +67,16 @@ class Relay:
         self._stopping = False
         self._exit_code = 0
         self._recovering = False
-        self._health = DatabaseHealth(self.using)
-        self.flights = Flights(using=self.using, health=self._health, landed=self._landed)
+        self.health = DatabaseHealth(self.using)
+        self.flights = Flights(using=self.using, health=self.health, landed=self._landed)
         self.flights.lanes = self.lanes = [
-            Lane(work, holder=self.holder, threads=threads, flights=self.flights, health=self._health)
+            Lane(work, holder=self.holder, threads=threads, flights=self.flights, health=self.health)
             for name, work in WORK.items()
             if queues is None or name in queues
         ]
         self._keeper = Keeper(
             self.flights,
-            health=self._health,
+            health=self.health,
             stuck_seconds=self.settings.stuck_seconds,
             slept=self._recover,
             overloaded=self._recycle,
@@ -174,6 +174,9 @@ class Relay:
     def _recover(self) -> None:
         """Note that this relay was away: its leases may have run out while it still works on the rows."""
         self._recovering = True
+        # A look that failed has used up its wake-up, and what woke us may be committed long since.
+        for lane in self.lanes:
+            lane.woken = True
 
     # --- claiming
 
@@ -190,7 +193,7 @@ class Relay:
                 for lane in self.lanes:
                     if self._look_due(lane):
                         claimed += self._look(lane)
-                        self._health.works()
+                        self.health.works()
                 if (
                     self.mode == "serve"
                     and time.monotonic() >= purge_at
@@ -199,7 +202,7 @@ class Relay:
                     purge_at = time.monotonic() + PURGE_EVERY_SECONDS
                     self._purge()
             except DATABASE_TROUBLE as error:
-                self._health.failed("claim", error)
+                self.health.failed("claim", error)
                 self._recover()
                 self._pause(FAILED_FLOOR_SECONDS)
                 continue

@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Final
 
 from django_outbox.conf import get_settings
+from django_outbox.metrics import Address, serving
 from django_outbox.relay.loop import EXIT_FAILED, EXIT_RECYCLE, Mode, Relay
 
 if TYPE_CHECKING:
@@ -70,11 +71,19 @@ class Supervisor:
     """
 
     def __init__(
-        self, *, processes: int, using: str, queues: Sequence[str] | None = None, threads: int | None, mode: Mode
+        self,
+        *,
+        processes: int,
+        using: str,
+        queues: Sequence[str] | None = None,
+        threads: int | None,
+        mode: Mode,
+        metrics: Address | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """What the relays of all places did, as far as they could still tell."""
         self._options = {"using": using, "queues": queues, "threads": threads, "mode": mode}
+        self._metrics = metrics
         self._mode = mode
         self._places = [_Place(number) for number in range(1, processes + 1)]
         self._grace_seconds = get_settings().shutdown_grace_seconds + STOP_SLACK_SECONDS
@@ -98,9 +107,10 @@ class Supervisor:
         self._next_report = time.monotonic() + REPORT_SECONDS
         try:
             with _waking(self._stop) as woken:
+                self._turn(time.monotonic())
                 while not all(place.over for place in self._places):
-                    self._turn(time.monotonic())
                     self._wait(woken)
+                    self._turn(time.monotonic())
         finally:
             # Nobody is left after a stop; after a failure of ours the interpreter waits for them.
             for place in self._places:
@@ -140,7 +150,11 @@ class Supervisor:
 
     def _start(self, place: _Place) -> None:
         place.pipe, far_end = self._context.Pipe()
-        process = self._context.Process(target=_relay_main, args=(far_end, self._options), name=f"relay-{place.number}")
+        process = self._context.Process(
+            target=_relay_main,
+            args=(far_end, self._options, self._metrics_of(place)),
+            name=f"relay-{place.number}",
+        )
         place.started = time.monotonic()
         place.counts, place.asked = Counter(), False
         try:
@@ -156,6 +170,13 @@ class Supervisor:
             logger.info("relay started process=%d pid=%s", place.number, process.pid)
         finally:
             far_end.close()
+
+    def _metrics_of(self, place: _Place) -> Address | None:
+        """Return where a place's relay serves its metrics: each at a port of its own."""
+        if self._metrics is None:
+            return None
+        address, port = self._metrics
+        return address, port + place.number - 1
 
     def _bury(self, place: _Place, process: SpawnProcess, now: float) -> None:
         """Take leave of a process that has ended, and plan the next one."""
@@ -285,7 +306,7 @@ def tune_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def _relay_main(pipe: Connection, options: dict[str, Any]) -> None:
+def _relay_main(pipe: Connection, options: dict[str, Any], metrics: Address | None) -> None:
     relay: Relay | None = None
     stopping = False
 
@@ -309,7 +330,8 @@ def _relay_main(pipe: Connection, options: dict[str, Any]) -> None:
     telling = threading.Lock()
     threading.Thread(target=_answer, args=(relay, pipe, telling), name="outbox-answer", daemon=True).start()
     tune_collector()
-    code = relay.run()
+    with serving(relay, metrics):
+        code = relay.run()
     with telling, suppress(OSError):
         pipe.send((Counter(relay.counts), relay.held()))
     sys.exit(code)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from tests.concurrency.field import acts
 from tests.concurrency.helpers import StartRelay
+from tests.concurrency.proxy import Proxy
 from tests.concurrency.stage import Stage
 from tests.conftest import StartPython
 
@@ -23,6 +25,13 @@ def stage() -> Iterator[Stage]:
 
 
 @pytest.fixture
+def proxy(django_db_setup: None) -> Iterator[Proxy]:
+    """A proxy between whoever is given its address and this run's PostgreSQL."""
+    with Proxy(connection.settings_dict) as proxy:
+        yield proxy
+
+
+@pytest.fixture
 def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
     """Return a function that starts ``run_outbox`` with the field's handlers and these settings."""
 
@@ -30,6 +39,7 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
         *arguments: str,
         command: tuple[str, ...] = ("-m", "django"),
         events: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **top: Any,
     ) -> subprocess.Popen[str]:
         queue = {"RETRY_BASE_SECONDS": 0, "RETRY_CAP_SECONDS": 0, "REPLAY_EVERY_SECONDS": None} | (events or {})
@@ -40,6 +50,8 @@ def start_relay(start_python: StartPython, stage: Stage) -> StartRelay:
             DJANGO_SETTINGS_MODULE="tests.concurrency.field_settings",
             FIELD_OUTBOX=json.dumps({"POLL_SECONDS": 30, "SHUTDOWN_GRACE_SECONDS": 10, **top, "EVENTS": queue}),
             FIELD_PORT=str(stage.port),
+            PGAPPNAME="outbox relay",
+            **(environment or {}),
         )
 
     return start

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,8 +22,11 @@ from django_outbox.relay import Mode, Relay
 from tests.concurrency.field import acts
 
 DEADLINE_SECONDS = 10.0
+START_SECONDS = 30.0
+"""For what includes the start of several interpreters."""
+_STARTED = re.compile(r"relay started process=(\d+) pid=(\d+)")
 
-Script = dict[str, list[list[Any]]]
+Script = dict[str, Any]
 StartRelay = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -48,6 +54,49 @@ def eventually(condition: Callable[[], Any], *, seconds: float = DEADLINE_SECOND
         assert time.monotonic() < until, f"not within {seconds:g} s"
         threading.Event().wait(0.02)
     return value
+
+
+class Heard:
+    """What a process and those that it started have printed so far; it reads as they print."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.said = ""
+        self._over = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            sys.stdout.write(line)  # pytest shows it when the test fails
+            with self._changed:
+                self.said += line
+                self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, *, count: int = 1) -> None:
+        """Wait until so many places match."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(re.findall(pattern, self.said)) >= count, START_SECONDS), (
+                f"{pattern!r} not {count} times in:\n{self.said}"
+            )
+
+    def end(self) -> int:
+        """Wait until the last process of the tree has ended; return the supervisor's exit code."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._over, START_SECONDS), self.said
+        return self.process.wait(START_SECONDS)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.end()
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for _, pid in _STARTED.findall(self.said)]
 
 
 class Worker(threading.Thread):

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -300,3 +301,35 @@ def test_too_many_stuck_handlers_end_the_process_with_75(start_relay: StartRelay
     code, said = ended(relay)
     assert code == 75, said
     assert set(OutboxEvent.objects.values_list("status", "lease_until")) == {("waiting", None)}
+
+
+@pytest.mark.sqlite
+def test_with_reload_it_starts_anew_when_code_changes_and_finishes_what_it_does_first(
+    start_relay: StartRelay, stage: Stage, tmp_path: Path
+) -> None:
+    """A module that the process imports is touched while a handler is held; no lease has to run out."""
+    code = tmp_path / "sitecustomize.py"
+    code.write_text("")
+    relay = start_relay("--reload", environment={"PYTHONPATH": str(tmp_path)})
+    ids = emit({"alpha": [["hold", "x"]]})
+    stage.wait_for("hold x")
+    probes = [f"probe {number}" for number in range(1_000)]
+
+    def starts_nothing_more() -> bool:
+        # Whether the reloader knew the file already when it was touched, only the outcome tells.
+        os.utime(code, (moment := time.time() + 10 * len(ids), moment))
+        ids.extend(emit({}, names=[probes[len(ids)]]))
+        try:
+            stage.wait_for(f"end gamma {probes[len(ids) - 1]}", seconds=1.5)
+        except AssertionError:
+            return True
+        return False
+
+    eventually(starts_nothing_more, seconds=20)
+    name = probes[len(ids) - 1]
+    stage.release("x")
+    stage.wait_for(f"end gamma {name}", seconds=20)
+    eventually(lambda: OutboxEvent.objects.filter(status="done").count() == len(ids))
+    relay.send_signal(signal.SIGINT)
+    assert [(stored(id_).status, stored(id_).attempts) for id_ in ids] == [("done", 1)] * len(ids)
+    assert stage.pids["end gamma a"] != stage.pids[f"end gamma {name}"]

@@ -13,8 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +20,7 @@ from django.core.management import CommandError, call_command
 
 from django_outbox.models import OutboxEvent
 from django_outbox.relay import Supervisor
-from tests.concurrency.helpers import StartRelay, emit, eventually
+from tests.concurrency.helpers import Heard, StartRelay, emit, eventually
 from tests.concurrency.stage import Stage
 from tests.conftest import StartPython
 
@@ -31,47 +29,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 SECONDS = 30.0
 """For what includes the start of several interpreters."""
 HOLD = {"alpha": [["hold", "x"]]}
-STARTED = re.compile(r"relay started process=(\d+) pid=(\d+)")
-
-
-class Heard:
-    """What a supervisor and its relays have printed so far."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.said = ""
-        self._over = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self.said += line
-                self._changed.notify_all()
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def wait_for(self, pattern: str) -> None:
-        """Wait until a line matches."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: re.search(pattern, self.said), SECONDS), self.said
-
-    def end(self) -> int:
-        """Wait until the last process of the tree has ended; return the supervisor's exit code."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._over, SECONDS), self.said
-        return self.process.wait(SECONDS)
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.end()
-
-    @property
-    def pids(self) -> list[int]:
-        return [int(pid) for _, pid in STARTED.findall(self.said)]
 
 
 def all_done() -> bool:
@@ -103,8 +60,11 @@ def test_each_of_them_delivers_and_none_is_the_supervisor(start_relay: StartRela
     assert set(stage.counts("end").values()) == {1}
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.postgres)])
-@pytest.mark.parametrize("command", [("-m", "django"), ("manage.py",)], ids=["django", "manage"])
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [(("manage.py",), "1"), pytest.param(("-m", "django"), "2", marks=pytest.mark.postgres)],
+    ids=["manage", "django"],
+)
 def test_drain_ends_when_each_of_them_has_drained(
     start_relay: StartRelay, command: tuple[str, ...], processes: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from django_outbox import errors
 from django_outbox.checks import MEANINGS
 from django_outbox.conf import OutboxSettings, QueueSettings, WebhookSettings, setting_fields
+from django_outbox.metrics import METRICS
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 
@@ -40,6 +41,13 @@ def test_the_settings_tables_list_every_key(heading: str, cls: type[OutboxSettin
 def test_the_checks_table_lists_every_check() -> None:
     expected = [[f"`django_outbox.{name}`", meaning] for name, meaning in MEANINGS.items()]
     assert rows("checks.md", "# System checks") == expected
+
+
+def test_the_metrics_table_lists_every_metric() -> None:
+    expected = [
+        [f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels)] for name, (kind, labels, _) in METRICS.items()
+    ]
+    assert [row[:3] for row in rows("metrics.md", "# Metrics")] == expected
 
 
 def test_the_errors_table_lists_every_error_and_its_builtin() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from collections import Counter
@@ -11,8 +13,10 @@ from typing import Any, TypedDict
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
+from django.utils import autoreload
 
 from django_outbox import lease as engine
+from django_outbox import metrics
 from django_outbox.conf import get_settings
 from django_outbox.events import registry
 from django_outbox.management.verbs import HelpFormatter
@@ -25,6 +29,7 @@ examples:
   manage.py run_outbox --once          one claim, then exit
   manage.py run_outbox --threads 32    for handlers that wait for the network
   manage.py run_outbox --processes 4   for handlers that compute: four relays under one supervisor
+  manage.py run_outbox --reload        while you write handlers: starts anew when your code changes
 
 exit codes:
    0  stopped by SIGTERM or SIGINT, or the work is done
@@ -44,6 +49,7 @@ class Command(BaseCommand):
     """Parse, print, and let the relay work."""
 
     help = "Deliver outbox rows to their handlers, at least once each, until stopped."
+    _metrics: metrics.Address | None = None
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Keep the examples' line breaks."""
@@ -72,41 +78,69 @@ class Command(BaseCommand):
             "Default: one relay in this process.",
         )
         parser.add_argument("--database", metavar="ALIAS", help='Database alias. Default: OUTBOX["DATABASE"].')
+        parser.add_argument(
+            "--metrics-port",
+            type=int,
+            metavar="PORT",
+            help="Serve Prometheus metrics there, with --processes at this port and those after it. "
+            "Needs the extra: django-transactional-outbox[metrics].",
+        )
+        parser.add_argument(
+            "--metrics-address",
+            default="127.0.0.1",
+            metavar="ADDRESS",
+            help="Address to serve metrics at (127.0.0.1: this host only).",
+        )
         ending = parser.add_mutually_exclusive_group()
         ending.add_argument("--once", action="store_true", help="Claim once per queue, deliver that, exit.")
         ending.add_argument("--drain", action="store_true", help="Deliver until nothing is due now, exit.")
+        ending.add_argument(
+            "--reload", action="store_true", help="Start anew when code changes, for development; as runserver does."
+        )
 
     def handle(self, **options: Any) -> None:
         """Run one relay in this process, or several under a supervisor; exits with its code."""
-        settings = get_settings()
-        using = options["database"] or settings.database
-        if using not in connections:
-            raise CommandError(f"There is no database {using!r}. Aliases: {', '.join(sorted(connections))}.")
-        threads = options["threads"]
-        if threads is not None and not 1 <= threads <= 1_000:
-            raise CommandError(f"--threads is {threads}; it must lie between 1 and 1000.")
-        processes = options["processes"]
-        if processes is not None:
-            if not 1 <= processes <= 100:
-                raise CommandError(f"--processes is {processes}; it must lie between 1 and 100.")
-            if processes > 1 and connections[using].vendor == "sqlite":
-                raise CommandError(
-                    f"--processes is {processes}, but {using!r} is an SQLite database, which serves one relay process."
-                    " Leave the option out, and use --threads, or PostgreSQL."
-                )
-        mode: Mode = "once" if options["once"] else "drain" if options["drain"] else "serve"
+        what = self._checked(options)
+        processes, verbosity = options["processes"], options["verbosity"]
         ensure_logging()
-        what: _Options = {"using": using, "queues": options["queue"], "threads": threads, "mode": mode}
+        if options["reload"]:
+            autoreload.run_with_reloader(self._run_reloading, what, verbosity)
+            return
         if processes is None:
-            counts, code = self._run_relay(what, options["verbosity"])
+            counts, code = self._run_relay(what, verbosity)
         else:
-            counts, code = self._run_supervisor(what, options["verbosity"], processes)
-        if options["verbosity"]:
+            counts, code = self._run_supervisor(what, verbosity, processes)
+        if verbosity:
             words = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())) or "nothing to do"
             self.stdout.write(f"Relay ended: {words}.")
         self.stdout.flush()
         if code:
             sys.exit(code)
+
+    def _checked(self, options: dict[str, Any]) -> _Options:
+        """Return the relay's options; raise for what cannot be."""
+        using = options["database"] or get_settings().database
+        if using not in connections:
+            raise CommandError(f"There is no database {using!r}. Aliases: {', '.join(sorted(connections))}.")
+        processes = options["processes"]
+        for name, value, highest in (
+            ("threads", options["threads"], 1_000),
+            ("processes", processes, 100),
+            ("metrics-port", options["metrics_port"], 65_536 - (processes or 1)),
+        ):
+            if value is not None and not 1 <= value <= highest:
+                raise CommandError(f"--{name} is {value}; it must lie between 1 and {highest}.")
+        if processes is not None and processes > 1 and connections[using].vendor == "sqlite":
+            raise CommandError(
+                f"--processes is {processes}, but {using!r} is an SQLite database, which serves one relay process."
+                " Leave the option out, and use --threads, or PostgreSQL."
+            )
+        if processes is not None and options["reload"]:
+            raise CommandError("--reload is for one relay on a developer's machine; leave out --processes.")
+        if options["metrics_port"] is not None:
+            self._metrics = (options["metrics_address"], options["metrics_port"])
+        mode: Mode = "once" if options["once"] else "drain" if options["drain"] else "serve"
+        return {"using": using, "queues": options["queue"], "threads": options["threads"], "mode": mode}
 
     def _run_relay(self, what: _Options, verbosity: int) -> tuple[Counter[str], int]:
         show = None
@@ -118,16 +152,36 @@ class Command(BaseCommand):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: relay.stop())
         tune_collector()
-        code = relay.run()
+        with metrics.serving(relay, self._metrics):
+            code = relay.run()
         if show is not None:
             show.close()
         return relay.counts, code
+
+    def _run_reloading(self, what: _Options, verbosity: int) -> None:
+        """Run a relay beside Django's reloader, in the process that this starts anew; not in its main thread."""
+        relay, ended = Relay(**what), threading.Event()
+
+        def stop(**_: object) -> None:
+            # Handlers at work may finish, or their rows would wait for the end of their leases.
+            relay.stop()
+            ended.wait(relay.settings.shutdown_grace_seconds + 10)
+
+        autoreload.file_changed.connect(stop, weak=False)
+        atexit.register(stop)
+        if verbosity:
+            self._introduce(relay, f"Outbox relay {relay.holder}, started anew when code changes,")
+        try:
+            with metrics.serving(relay, self._metrics):
+                relay.run()
+        finally:
+            ended.set()
 
     def _run_supervisor(self, what: _Options, verbosity: int, processes: int) -> tuple[Counter[str], int]:
         if verbosity:
             # It is never run; it knows what the ones in the other processes will serve.
             self._introduce(Relay(**what), f"Outbox relays, {processes} under a supervisor,")
-        supervisor = Supervisor(processes=processes, **what)
+        supervisor = Supervisor(processes=processes, metrics=self._metrics, **what)
         code = supervisor.run()
         return supervisor.counts, code
 

@@ -2,7 +2,7 @@
 Three handlers, each with its own script in the payload: ``{"beta": [["hold", "x"], ["raise", "no"]]}``.
 
 Every start and every end is told to the stage, a server on loopback that the test
-runs; ``hold`` waits there until the test lets it go.
+runs; ``hold`` waits there until the test lets it go. ``write`` leaves a row by the ORM.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import signal
 import socket
 
 from django_outbox import Event, on_event
+from tests.testapp.models import Effect
 
 TYPE = "field.acted"
 NAMES = ("alpha", "beta", "gamma")
 
 
 def register() -> None:
-    """Register the handlers, in the order of their names."""
+    """Register the handlers, in the order of their names, but for those that this deployment does not have."""
     for name, function in zip(NAMES, (alpha, beta, gamma), strict=True):
-        on_event(TYPE, name=name)(function)
+        if name not in os.environ.get("FIELD_WITHOUT", ""):
+            on_event(TYPE, name=name)(function)
 
 
 def alpha(event: Event) -> None:
@@ -51,6 +53,8 @@ def _play(event: Event) -> None:
             case "fail-before":
                 if event.attempt < argument:
                     raise ValueError(f"attempt {event.attempt} is before {argument}")
+            case "write":
+                Effect.objects.create(key=f"{actor} {argument}", handler=event.handler)
             case "signal":
                 os.kill(os.getpid(), getattr(signal, argument))
     _tell(f"end {actor}")
