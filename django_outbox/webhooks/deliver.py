@@ -116,7 +116,7 @@ class WebhookRun(SingleRun):
         raise LeaseLost
 
     def _try(self, target: store.Target) -> Result | None:
-        """Send to the endpoint as it was read; ``None``, and nothing sent, when it or the lease is not that any more."""
+        """Send to the endpoint as it was read; ``None``, nothing sent: it, or the lease, is not that any more."""
         settings = self._settings
         try:
             # Judged again: the settings, or the rule, may be others than when it was saved.

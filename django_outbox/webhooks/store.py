@@ -19,6 +19,7 @@ from django.db import connections, transaction
 
 from django_outbox import lease as engine
 from django_outbox import wake
+from django_outbox.lease.prepared import fetch
 from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, table_of
 from django_outbox.models import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks.health import Health
@@ -242,9 +243,7 @@ def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | No
             e.streak, e.mean_seconds, e.last_success_at IS NOT NULL, {_target_columns(dialect)}
         FROM turn LEFT JOIN {endpoints} AS e ON e.id = turn.id
         WHERE turn.id IS NOT NULL ORDER BY turn.step"""
-    with connections[using].cursor() as cursor:
-        cursor.execute(sql, [dialect.id_param(after)] * 3)
-        rows = cursor.fetchall()
+    rows = fetch(connections[using], sql, [dialect.id_param(after)] * 3, prepare=True)
     found = []
     for given, pending, waiting, dead, streak, mean, proven, *columns in rows:
         moments = [float(each) for each in (None if pending is None else 0.0, waiting, dead) if each is not None]
@@ -313,26 +312,25 @@ def open_attempt(lease: engine.Lease, target: Target, *, probe: bool, using: str
     cast, mode = ("", "") if isinstance(dialect, SQLite) else ("::uuid", " CROSS JOIN commit_mode")
     lazy = "" if connection.in_atomic_block or not mode else "set_config('synchronous_commit', 'off', true)"
     commit_mode = f"WITH commit_mode AS MATERIALIZED (SELECT {lazy or '1'})" if mode else ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"""INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
-                {commit_mode}
-                SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
-                JOIN {endpoints} AS e ON e.id = d.endpoint_id{mode}
-                WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')
-                    AND e.enabled AND e.url = %s AND e.sealed_secrets = %s AND e.sealed_headers = %s
-                    {"" if probe else f"AND {rested}"}""",
-            [
-                dialect.id_param(attempt_id),
-                dialect.id_param(lease.id),
-                lease.fence,
-                lease.holder,
-                target.url,
-                target.sealed_secrets,
-                target.sealed_headers,
-            ],
-        )
-        return attempt_id if cursor.rowcount else None
+    sql = f"""
+        INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
+        {commit_mode}
+        SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
+        JOIN {endpoints} AS e ON e.id = d.endpoint_id{mode}
+        WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')
+            AND e.enabled AND e.url = %s AND e.sealed_secrets = %s AND e.sealed_headers = %s
+            {"" if probe else f"AND {rested}"}
+        RETURNING id"""
+    params = [
+        dialect.id_param(attempt_id),
+        dialect.id_param(lease.id),
+        lease.fence,
+        lease.holder,
+        target.url,
+        target.sealed_secrets,
+        target.sealed_headers,
+    ]
+    return attempt_id if fetch(connection, sql, params, prepare=True) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
