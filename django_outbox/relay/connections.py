@@ -34,7 +34,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _SESSION_STATEMENT: Final = re.compile(
-    # What `lease.prepared` prepares is named for its text, and changes nothing for anybody else. At the beginning, or after a semicolon; comments may stand before it.
+    # At the beginning, or after a semicolon; comments may stand before it. What `lease.prepared`
+    # prepares is named for its text, and changes nothing for others.
     r"(?:^|;)(?:\s+|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare(?!\s+outbox_)|declare|pragma|attach"
     r"|create\s+(?:local\s+|global\s+)?temp(?:orary)?)\b)"

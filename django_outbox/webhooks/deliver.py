@@ -146,7 +146,7 @@ class WebhookRun(SingleRun):
             timeout_seconds=settings.timeout_seconds,
             ca_bundle=settings.ca_bundle,
         )
-        return self._verdict(attempt_id, answer, [*secrets, *custom.values()])
+        return self._verdict(attempt_id, answer, [*secrets, *custom.values(), *_private_parts(url)])
 
     def _headers(self, secrets: Sequence[str], body: bytes) -> dict[str, str]:
         webhook_id = str(_as_uuid(self.lease.content["event_id"]))
@@ -234,6 +234,12 @@ def _hidden(text: str, confidential: Sequence[str]) -> str:
             if len(part) >= 4:
                 text = text.replace(part, "[hidden]")
     return text
+
+
+def _private_parts(url: str) -> list[str]:
+    """Return what a URL holds beside its host, which for many receivers is the password."""
+    parts = urlsplit(url)
+    return [url, parts.query, *(segment for segment in parts.path.split("/") if len(segment) > 4)]
 
 
 def _as_uuid(value: Any) -> UUID:
