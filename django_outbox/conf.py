@@ -448,6 +448,8 @@ def _item_problems(path: str, values: Sequence[object], meta: Mapping[str, Any])
                 yield Problem("E003", f"{where} is not a network: {error}.", meta["doc"])
 
 
+EMAIL_LEASE_MARGIN_SECONDS: Final = 15.0
+"""What an email's lease must leave beyond its time limit, so that a failed renewal doubles no send."""
 WEBHOOK_LOOKUP_SECONDS: Final = 5.0
 """How long the look-up of an endpoint's name may take."""
 WEBHOOK_LEASE_MARGIN_SECONDS: Final = 30.0
@@ -482,6 +484,16 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
                 f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )
+    email = built.email
+    needed = email.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS
+    if email.lease_seconds < needed:
+        yield Problem(
+            "E021",
+            f'OUTBOX["EMAIL"]: LEASE_SECONDS ({email.lease_seconds:g}) does not cover one email, that is its time limit'
+            f" ({email.timeout_seconds:g} s) and {EMAIL_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send"
+            " it again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )
     hooks = built.webhooks
     needed = WEBHOOK_LOOKUP_SECONDS + hooks.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
     if hooks.lease_seconds < needed:

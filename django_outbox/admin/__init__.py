@@ -10,7 +10,8 @@ it, and a filter that no index serves looks at the newest rows only, and says so
 
 from __future__ import annotations
 
+from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
 from django_outbox.admin.webhooks import WebhookDeliveryAdmin, WebhookEndpointAdmin
 
-__all__ = ["OutboxEventAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]
+__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]

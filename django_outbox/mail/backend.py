@@ -159,7 +159,7 @@ def _enqueue(
     alias = using or settings.database
     emails = []
     for message, explicit in messages:
-        options = _options(message) | explicit
+        options = {**_options(message), **explicit}
         columns = _columns(options)
         stored = encode(message, settings.email)
         _refuse_self_delivery(stored)
@@ -255,4 +255,5 @@ def _moment(value: Any) -> datetime | None:
         value = value.replace(tzinfo=ZoneInfo(django_settings.TIME_ZONE or "UTC"))
     if not 1 < value.year < 9998:
         raise InvalidEmail(f"expires_at is {value}; it must lie in the years 2 to 9997.")
-    return value
+    moment: datetime = value
+    return moment

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from email.charset import Charset
@@ -276,44 +276,49 @@ class _Encoder:
         values = {
             name: getattr(message, name, None) for name in (*ANYMAIL_ATTRIBUTES, *self._settings.extra_attributes)
         }
-        return {name: self._value(value, name) for name, value in values.items() if name in given or _is_set(value)}
+        # A None that was set says something; one that nobody set does not.
+        return {
+            name: self._value(value, name)
+            for name, value in values.items()
+            if not _is_unset(value) and (name in given or value is not None)
+        }
 
     def _value(self, value: Any, path: str) -> Any:
         """Return an attribute's value as JSON; what JSON has no form for bears a tag."""
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, (str, Promise)):
-            return self.text(value, path)
-        if isinstance(value, (int, float)):
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InvalidEmail(f"{path} is {value}, which is not JSON.")
-            return value
-        if isinstance(value, datetime):
-            return {"$datetime": value.isoformat()}
-        if isinstance(value, date):
-            return {"$date": value.isoformat()}
-        if isinstance(value, bytes):
-            self.add(len(value), "attributes")
-            return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, Mapping):
+            pairs = value.items()
             return {
                 "$pairs": [
                     [self._value(key, f"a key of {path}"), self._value(item, f"{path}[{key!r:.80}]")]
-                    for key, item in value.items()
+                    for key, item in pairs
                 ]
             }
         if isinstance(value, (list, tuple)):
             items = [self._value(item, f"{path}[{index}]") for index, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
-        raise InvalidEmail(f"{path} is a {type(value).__name__}, which cannot be stored. Convert it first.")
+        if isinstance(value, (str, Promise)):
+            return self.text(value, path)
+        if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        for tag, (kind, write, _) in _TAGS.items():
+            if isinstance(value, kind):
+                self.add(len(value) if isinstance(value, bytes) else 0, "attributes")
+                return {tag: write(value)}
+        raise InvalidEmail(f"{path} is a {type(value).__name__} ({value!r:.80}), which cannot be stored.")
 
 
+_TAGS: Final[Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]]] = {
+    # tag → type, and how it is written and read; a datetime is a date, so it comes first
+    "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "$date": (date, date.isoformat, date.fromisoformat),
+    "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+}
 _PLAIN_SHAPE: Final = {"content_subtype": "plain", "mixed_subtype": "mixed", "alternative_subtype": "alternative"}
 
 
-def _is_set(value: Any) -> bool:
-    # Anymail's word for "nothing was given" is a class of this name; None is a value.
-    return value is not None and getattr(value, "__name__", "") != "UNSET"
+def _is_unset(value: Any) -> bool:
+    # Anymail's word for "nothing was given" is a class of this name.
+    return isinstance(value, type) and value.__name__ == "UNSET"
 
 
 def _check_class(cls: type[EmailMessage], base: type[EmailMessage]) -> None:
@@ -358,7 +363,8 @@ def _message_id(document: Mapping[str, Any], settings: EmailSettings) -> str:
             raise InvalidEmail(f"The Message-ID is {len(given)} characters long; at most 255 fit.")
         return str(given)
     # Django's own would ask the resolver for this host's name, in the middle of a transaction.
-    domain = settings.message_id_domain or document["from"].rpartition("@")[2].rstrip(">").strip()
+    sender: str = document["from"]
+    domain = settings.message_id_domain or (sender.rpartition("@")[2].rstrip(">").strip() if "@" in sender else "")
     if not domain.isascii():
         domain = punycode(domain)
     if not re.fullmatch(r"[A-Za-z0-9.-]{1,150}", domain):
@@ -373,8 +379,6 @@ def _check_by_building(document: dict[str, Any], blobs: Mapping[str, bytes]) -> 
     message = _message(document, small, with_message_id=True)
     try:
         compat.build(message)
-    except ValueError:
-        raise
     except (TypeError, LookupError, AttributeError) as error:
         raise InvalidEmail(f"The message cannot be built: {error}.") from error
 
@@ -396,7 +400,7 @@ def _references(document: Mapping[str, Any]) -> Iterable[Mapping[str, str]]:
 
 
 def _message(document: Mapping[str, Any], blobs: Mapping[str, bytes], *, with_message_id: bool) -> EmailMessage:
-    headers = {name: value for name, value in document.get("headers", ())}
+    headers: dict[str, str] = dict(document.get("headers", ()))
     given = document.get("message_id")
     if with_message_id and given and not any(name.lower() == "message-id" for name in headers):
         # First, where Django puts it.
@@ -417,7 +421,7 @@ def _message(document: Mapping[str, Any], blobs: Mapping[str, bytes], *, with_me
             message.attach_alternative(_content(content, blobs), mimetype)  # type: ignore[attr-defined]
     for each in document.get("attachments", ()):
         if isinstance(each, dict):
-            message.attachments.append(compat.mime_part(blobs[each["mime"]], each["kind"]))  # type: ignore[arg-type]
+            message.attachments.append(compat.mime_part(blobs[each["mime"]], each["kind"]))
         else:
             filename, content, mimetype = each
             message.attachments.append(EmailAttachment(filename, _content(content, blobs), mimetype))
@@ -448,14 +452,8 @@ def _untagged(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
-    match tag:
-        case "$datetime":
-            return datetime.fromisoformat(content)
-        case "$date":
-            return date.fromisoformat(content)
-        case "$bytes":
-            return base64.b64decode(content)
-        case "$tuple":
-            return tuple(_untagged(item) for item in content)
-        case _:
-            return {_untagged(key): _untagged(item) for key, item in content}
+    if tag == "$pairs":
+        return {_untagged(key): _untagged(item) for key, item in content}
+    if tag == "$tuple":
+        return tuple(_untagged(item) for item in content)
+    return _TAGS[tag][2](content)

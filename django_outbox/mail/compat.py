@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import email.message
 import email.policy
+import logging
 from collections.abc import Mapping
 from email import message_from_bytes
 from email.mime.base import MIMEBase
@@ -29,6 +30,7 @@ __all__ = [
     "build",
     "construct",
     "default_backend_path",
+    "handler_backend",
     "init_base",
     "is_queue",
     "mailers",
@@ -57,7 +59,7 @@ def new_message(*, multi: bool, **fields: Any) -> EmailMessage:
         name.lower() in _ONE_LINE and len(name) + len(value) > 76 for name, value in fields.get("headers", {}).items()
     )
     plain, multiple = (_WholeHeaders, _WholeHeadersMulti) if MODERN and long else (EmailMessage, EmailMultiAlternatives)
-    return cast("EmailMessage", (multiple if multi else plain)(**fields))
+    return (multiple if multi else plain)(**fields)
 
 
 class _WholeMixin:
@@ -128,7 +130,12 @@ def mailers() -> Mapping[str, Mapping[str, Any]] | None:
 
 def default_backend_path() -> str:
     """Return ``EMAIL_BACKEND``; only where `mailers` is ``None``."""
-    return cast("str", django_settings.EMAIL_BACKEND)
+    if not _HAS_MAILERS:
+        return django_settings.EMAIL_BACKEND
+    # Reading it in the ordinary way warns whoever reads. The project is warned by Django, for setting it.
+    assert django_settings.DEFAULT_CHARSET  # makes sure that the settings are loaded  # noqa: S101
+    loaded: Any = vars(django_settings)["_wrapped"]
+    return str(loaded.EMAIL_BACKEND)
 
 
 def is_queue(backend: str) -> bool:
@@ -140,6 +147,14 @@ def is_queue(backend: str) -> bool:
     except ImportError:
         return False
     return isinstance(cls, type) and issubclass(cls, EmailBackend)
+
+
+def handler_backend(handler: logging.Handler) -> str:
+    """Return the dotted path of the backend that an ``AdminEmailHandler`` sends with."""
+    found = mailers()
+    if found is None:
+        return getattr(handler, "email_backend", None) or default_backend_path()
+    return str(found.get(getattr(handler, "using", None) or "default", {}).get("BACKEND", ""))
 
 
 def construct(backend: str | None, *, alias: str) -> BaseEmailBackend:
@@ -159,6 +174,6 @@ def construct(backend: str | None, *, alias: str) -> BaseEmailBackend:
 def init_base(backend: BaseEmailBackend, *, alias: str | None, options: Mapping[str, Any]) -> None:
     """Call the base class's constructor: it reports unknown options on 6.1, and takes anything before."""
     if _HAS_MAILERS:
-        BaseEmailBackend.__init__(backend, alias=alias, **options)  # type: ignore[call-arg]
+        BaseEmailBackend.__init__(backend, alias=alias, **options)
     else:
         BaseEmailBackend.__init__(backend)

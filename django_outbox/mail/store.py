@@ -107,7 +107,7 @@ def insert_emails(emails: Sequence[tuple[Mapping[str, Any], Stored]], *, using: 
     fresh = [(id_, stored) for id_, (_, stored) in zip(ids, emails, strict=True) if id_ in written]
     if fresh:
         _insert_content(fresh, using)
-        wake.notify_on_commit(using)
+        wake.notify_on_commit(using, queue=EMAILS.name)
     held = _holders([row["idempotency_key"] for row in rows if row["id"] not in written], using)
     result = []
     for row in rows:
