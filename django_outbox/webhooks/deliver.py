@@ -36,7 +36,7 @@ LOOKUP_FOR_SECONDS: Final = 6 * 3_600.0
 LOOKUP_HOLD_SECONDS: Final = 5.0
 LOOKUP_LONGEST_HOLD_SECONDS: Final = 300.0
 
-STALLED_SECONDS: Final = 1.0
+STALLED_SECONDS: Final = 2.0
 """A request that takes longer makes its endpoint slow for the time being."""
 
 GATHER_SECONDS: Final = 0.01
@@ -254,8 +254,8 @@ class _Load:
     suspected: bool = False
     """It was slow, or had never answered, when the last of them was claimed."""
 
-    def slow(self, now: float) -> bool:
-        return self.suspected or any(now - moment > STALLED_SECONDS for moment in self.started.values())
+    def stalled(self, now: float) -> bool:
+        return any(now - moment > STALLED_SECONDS for moment in self.started.values())
 
 
 class WebhookWork(Work):
@@ -287,7 +287,7 @@ class WebhookWork(Work):
         self._suspected: set[UUID] = set()
         self._last = _FIRST
         self._looked_at = 0.0
-        self._most_room = 0
+        self._threads = 0
         self._next_at: float | None = None
 
     def settings(self) -> WebhookSettings:
@@ -307,8 +307,9 @@ class WebhookWork(Work):
         settings = self.settings()
         now = time.monotonic()
         self._next_at = None
-        self._most_room = max(self._most_room, room)
-        if room < self._most_room // 2 and now - self._looked_at < GATHER_SECONDS:
+        # The first time, all threads are free.
+        self._threads = self._threads or room
+        if room < self._threads // 2 and now - self._looked_at < GATHER_SECONDS:
             # Rows land one by one. A look for each would cost more than what it finds.
             self._note_next(GATHER_SECONDS)
             return
@@ -316,8 +317,8 @@ class WebhookWork(Work):
         with self._lock:
             self._probing.clear()
             self._suspected.clear()
-            slow_room = max(1, settings.concurrency // 2) - sum(
-                len(load.started) for load in self._loads.values() if load.slow(now)
+            slow_room = max(1, self._threads // 2) - sum(
+                len(load.started) for load in self._loads.values() if load.suspected or load.stalled(now)
             )
         if not lookups_left():
             # All look-ups hang; a delivery that starts now would only wait for one.
@@ -369,7 +370,7 @@ class WebhookWork(Work):
         """Return whether an endpoint counts as slow, and how many more of its rows may start."""
         with self._lock:
             load = self._loads.get(turn.endpoint_id)
-            stalled = load is not None and load.slow(time.monotonic())
+            stalled = load is not None and load.stalled(time.monotonic())
             under_way = len(load.started) if load is not None else 0
         # One that never answered gets as many as any, but is counted among the slow until it does.
         most = 1 if turn.slow or turn.half_open or (stalled and turn.proven) else settings.endpoint_concurrency
