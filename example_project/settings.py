@@ -31,6 +31,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django_outbox",
     "example_project.accounts",
+    "example_project.receiver",
 ]
 
 MIDDLEWARE = [
@@ -98,10 +99,17 @@ else:
 DEFAULT_FROM_EMAIL = "hello@example.com"
 
 OUTBOX: dict[str, Any] = {
+    "BUILTIN_HANDLERS": ["webhook-fanout"],
     "EVENTS": {
         # So that the demo's retries take seconds. The default of 5 is the one for real receivers.
         "RETRY_BASE_SECONDS": 0.5,
         "LEASE_SECONDS": env.float("OUTBOX_LEASE_SECONDS", default=60.0),
+    },
+    # So that the receiver page of this project can be reached on a laptop. Never in production.
+    "WEBHOOKS": {
+        "ALLOW_HTTP": DEBUG,
+        "ALLOW_NETWORKS": ["127.0.0.1"] if DEBUG else [],
+        "ALLOW_PORTS": [443, 8000] if DEBUG else [443],
     },
 }
 

@@ -12,5 +12,6 @@ from __future__ import annotations
 
 from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
+from django_outbox.admin.webhooks import WebhookDeliveryAdmin, WebhookEndpointAdmin
 
-__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin"]
+__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]

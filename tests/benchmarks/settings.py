@@ -46,6 +46,14 @@ DATABASES = {
     },
 }
 
+OUTBOX = {
+    "WEBHOOKS": {
+        "ALLOW_HTTP": True,
+        "ALLOW_NETWORKS": ["127.0.0.0/8"],
+        "ALLOW_PORTS": [443, *map(int, os.environ.get("BENCH_WEBHOOK_PORTS", "").split())],
+    },
+}
+
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
