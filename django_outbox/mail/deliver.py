@@ -120,9 +120,11 @@ class EmailRun(SingleRun):
             return expired
         settings = self._work.settings()
         needed = min(settings.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS, self.lease.seconds / 2)
-        if self._work.backends.paused_seconds(self._alias) or self.lease.deadline - time.monotonic() < needed:
+        if self._work.backends.paused_seconds(self._alias):
             return _RELEASED
-        return None
+        if not self._work.wait_for_the_last(until=self.lease.deadline - needed):
+            return _RELEASED
+        return _RELEASED if self.lease.deadline - time.monotonic() < needed else None
 
     def _expired(self) -> Result | None:
         expires_at = self.lease.content["expires_at"]
@@ -144,6 +146,7 @@ class EmailRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:
         """Send it."""
+        self._work.note_started(self.lease)
         try:
             loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
         except (OperationalError, InterfaceError) as error:
@@ -330,10 +333,11 @@ def _delivering(message_id: str) -> Iterator[None]:
 
 
 class _Kept(threading.local):
-    """The connections that a handler thread keeps between messages."""
+    """What a handler thread keeps between messages: its connections, and the last message it started."""
 
     def __init__(self) -> None:
         self.transports: dict[str, Transport] = {}
+        self.last: UUID | None = None
 
 
 class EmailWork(Work):
@@ -351,6 +355,7 @@ class EmailWork(Work):
         self._owed_to = owed_to
         self.backends = Backends()
         self._kept = _Kept()
+        self._unsettled: dict[UUID, threading.Event] = {}
         self._seen: set[str] = set()
         self._seen_at = float("-inf")
         self._sweep_after: UUID | None = None
@@ -363,6 +368,29 @@ class EmailWork(Work):
     def start(self, lease: engine.Lease, *, using: str) -> EmailRun:
         """Return the run of an email."""
         return EmailRun(lease, using=using, work=self)
+
+    def note_started(self, lease: engine.Lease) -> None:
+        """Note what this thread sends now; see `wait_for_the_last`."""
+        if self._kept.last is not None:
+            self._unsettled.pop(self._kept.last, None)
+        self._kept.last = lease.id
+        self._unsettled[lease.id] = threading.Event()
+
+    def wait_for_the_last(self, *, until: float) -> bool:
+        """
+        Wait until what this thread sent last is recorded; return whether it was by then.
+
+        A relay that dies repeats what it had sent and not recorded: with this, one message
+        of each thread, and not all that it sent while the database was slow.
+        """
+        event = self._unsettled.get(self._kept.last) if self._kept.last is not None else None
+        return event is None or event.wait(max(0.0, until - time.monotonic()))
+
+    def landed(self, leases: Sequence[engine.Lease]) -> None:
+        """Note what is recorded, or no longer this process's."""
+        for lease in leases:
+            if (event := self._unsettled.pop(lease.id, None)) is not None:
+                event.set()
 
     def transport(self, alias: str) -> Transport:
         """Return this thread's connection to a backend."""

@@ -657,3 +657,72 @@ def test_an_email_that_is_written_by_a_quiet_row_is_not_announced(scripted: Star
     email = OutboxEmail.objects.get(pk=id_)
     assert (email.status, email.quiet, email.organization_id, email.request_id) == ("failed", True, "acme", "r1")
     assert not OutboxEvent.objects.exists()
+
+
+def test_a_thread_sends_nothing_more_until_its_last_message_is_recorded(smtp: RealServer, work: EmailWork) -> None:
+    queue(1, 2)
+    first, second = engine.Claimer(EMAILS, holder="me", using="default").claim(2, lease_seconds=120)
+    run = work.start(first, using="default")
+    step = run.next_step()
+    assert step is not None
+    run.finish(step, run.invoke(step, timeout=30))
+    # Nobody records it: what follows is given back once too little is left of its lease.
+    waiting = work.start(second, using="default")
+    second.deadline -= 75
+    assert waiting.next_step() is None
+    assert isinstance(waiting.settled().outcome, engine.Released)
+    # Recorded, the next one starts.
+    second.deadline += 75
+    work.landed([first])
+    assert work.start(second, using="default").next_step() is not None
+
+
+def test_a_send_that_is_cut_off_may_have_gone_out(smtp: RealServer, work: EmailWork) -> None:
+    from django_outbox.delivery import Result
+
+    queue(1, 2)
+    leases = engine.Claimer(EMAILS, holder="me", using="default").claim(2, lease_seconds=120)
+    interrupted, overrun = (work.start(lease, using="default") for lease in leases)
+    for run in (interrupted, overrun):
+        assert run.next_step() is not None
+    interrupted.interrupt()
+    overrun.finish(overrun, Result("took longer than its 30 s"))
+    for run in (interrupted, overrun):
+        settled = run.settled()
+        assert isinstance(settled.outcome, engine.Retry)
+        assert settled.columns == {"failure_kind": "interrupted", "maybe_sent": True}
+
+
+def test_a_fault_that_only_a_child_process_met_pauses_the_backend_here_too(work: EmailWork) -> None:
+    import pickle
+
+    from django_outbox.delivery import Result
+
+    queue(1)
+    (lease,) = engine.Claimer(EMAILS, holder="me", using="default").claim(1, lease_seconds=120)
+    run = work.start(lease, using="default")
+    step = run.next_step()
+    assert step is not None
+    run.finish(step, pickle.loads(pickle.dumps(Result(outcome=engine.Released()))))  # noqa: S301  our own
+    assert work.backends.paused_seconds("default") > 4
+
+
+def test_the_databases_trouble_charges_no_email(smtp: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from django.db import OperationalError
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OperationalError("server closed the connection")
+
+    queue(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("django_outbox.mail.store.documents", fails)
+        patch.setattr("django_outbox.mail.store.load", fails)
+        claimed = engine.Claimer(EMAILS, holder="me", using="default").claim(1, lease_seconds=120)
+        run = EmailWork(owed_to=lambda _: "{}").start(claimed[0], using="default")
+        step = run.next_step()
+        assert step is not None
+        run.finish(step, run.invoke(step, timeout=30))
+        assert isinstance(run.settled().outcome, engine.Released)
+        engine.release(claimed, using="default")
+    assert drain() == {"done": 1}
+    assert rows()["user1"].attempts == 1
