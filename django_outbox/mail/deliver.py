@@ -23,7 +23,7 @@ from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
 from django_outbox.mail.codec import decode
 from django_outbox.mail.store import EMAILS
-from django_outbox.mail.transport import SendFailed, Sent, Transport
+from django_outbox.mail.transport import SendFailed, Sent, Transport, sends_mime
 from django_outbox.mail.verdicts import Blame, Stage, Verdict, judge, refusal_text
 
 __all__ = ["EmailRun", "EmailWork"]
@@ -88,9 +88,16 @@ class Backends:
         logger.warning("backend paused alias=%s seconds=%g reason=%s", alias, seconds, reason)
 
     def sent(self, alias: str) -> None:
-        """Note a success: whatever was wrong is over."""
+        """Note a success: whatever was wrong is over, but for a pause that was asked for meanwhile."""
         with self._lock:
-            self._known.pop(alias, None)
+            known = self._known.get(alias)
+            if known is None:
+                return
+            if known.until > time.monotonic():
+                # It was under way when the pause began, and says nothing of what the pause is for.
+                known.code, known.refused = "", set()
+            else:
+                del self._known[alias]
 
     def refuses_all(self, alias: str, *, code: str, recipient: str) -> bool:
         """Note a refusal for good; return whether it looks as if everything were refused with this code."""
@@ -158,7 +165,7 @@ class EmailRun(SingleRun):
         transport = self._work.transport(self._alias)
         settings = self._work.settings()
         try:
-            message = decode(*loaded, with_message_id=not _is_anymail(self._alias, settings))
+            message = decode(*loaded, with_message_id=sends_mime(self._alias, settings))
         except (ValueError, KeyError, TypeError, LookupError) as error:
             return _failed(clean_error(error), "unbuildable")
         finally:
@@ -308,16 +315,6 @@ def _enhanced(error: str) -> str:
 
 def _cleaned(refused: Mapping[str, str]) -> dict[str, str]:
     return {clean_text(address)[:320]: clean_error(said, limit=300) for address, said in refused.items()}
-
-
-def _is_anymail(alias: str, settings: EmailSettings) -> bool:
-    """Return whether the messages go to an API, which makes its own Message-ID and may refuse another."""
-    from django_outbox.mail.transport import delivery_target  # noqa: PLC0415
-
-    path, mailer = delivery_target(alias, settings)
-    if path is None:
-        path = str((compat.mailers() or {}).get(mailer, {}).get("BACKEND", ""))
-    return path.startswith("anymail.")
 
 
 @contextmanager

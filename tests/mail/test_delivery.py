@@ -48,6 +48,12 @@ def recipients(server: ScriptedServer | RealServer) -> list[list[str]]:
     return [[address.partition("@")[0] for address in each.recipients] for each in server.received]
 
 
+def resume(work: EmailWork) -> None:
+    """End the pauses, as time would."""
+    for known in work.backends._known.values():
+        known.until = 0
+
+
 # --- the ordinary way
 
 
@@ -86,6 +92,16 @@ def test_lanes_go_out_in_order(scripted: Start) -> None:
     queue(3, priority="urgent")
     drain()
     assert recipients(server) == [["user3"], ["user2"], ["user1"]]
+
+
+def test_smtp_over_tls_is_watched_as_well() -> None:
+    import smtplib
+
+    from django_outbox.mail.transport import _Watch, _watched_smtp
+
+    watched = _watched_smtp(smtplib.SMTP_SSL)
+    assert watched.__mro__[1:4] == (_Watch, smtplib.SMTP_SSL, smtplib.SMTP)
+    assert _watched_smtp(smtplib.SMTP) is _Watch
 
 
 def test_a_delayed_email_waits(smtp: RealServer) -> None:
@@ -285,11 +301,11 @@ def test_a_message_that_breaks_every_connection_stops_nobody(scripted: Start, wo
     assert (email.attempts, email.status) == (0, "waiting")
     assert "Connection unexpectedly closed" in email.last_error
     assert work.backends.paused_seconds("default") > 4
-    work.backends.sent("default")
+    resume(work)
     assert drain() == {"done": 2}
     # It does not go on so for ever: from the age at which nothing is replayed any more it is charged.
     for hours in (25, 26, 27, 28):
-        work.backends.sent("default")
+        resume(work)
         with travel(hours=hours):
             drain(queues=["email"])
     assert statuses()["user1"] == "dead"
@@ -319,7 +335,7 @@ def test_what_nobody_could_send_through_charges_nobody_and_pauses_the_backend(
     assert 4 < work.backends.paused_seconds("default") <= 5
     assert drain() == {}
     broken[0] = False
-    work.backends.sent("default")
+    resume(work)
     assert drain() == {"done": 3}
 
 
@@ -364,6 +380,11 @@ def test_pauses_double_until_a_success(work: EmailWork) -> None:
         seen.append(round(backends.paused_seconds("a")))
         backends._known["a"].until = 0
     assert seen == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    # A success that was under way when the pause began does not end it, one after it does.
+    backends.pause("a", reason="test")
+    backends.sent("a")
+    assert round(backends.paused_seconds("a")) == 300
+    backends._known["a"].until = 0
     backends.sent("a")
     backends.pause("a", reason="test")
     assert round(backends.paused_seconds("a")) == 5
