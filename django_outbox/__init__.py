@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from django_outbox.errors import (
         DuplicateHandler,
+        InvalidEmail,
         InvalidEventType,
         InvalidHandlerName,
         InvalidPayload,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DuplicateHandler",
     "Event",
+    "InvalidEmail",
     "InvalidEventType",
     "InvalidHandlerName",
     "InvalidPayload",

@@ -16,5 +16,7 @@ class DjangoOutboxConfig(AppConfig):
         """Make ready, once all models are loaded."""
         from django_outbox import checks  # noqa: F401, PLC0415  registers itself
         from django_outbox.events import discover_handlers  # noqa: PLC0415
+        from django_outbox.handlers import register_builtin_handlers  # noqa: PLC0415
 
         discover_handlers()
+        register_builtin_handlers()

@@ -7,19 +7,28 @@ load. None of them opens a database connection.
 
 from __future__ import annotations
 
+import logging
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from ipaddress import ip_network
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
+import urllib3
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004  Django's word
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.log import AdminEmailHandler
+from django.utils.module_loading import import_string
 from psycopg.conninfo import conninfo_to_dict
 
-from django_outbox.conf import OutboxSettings, get_settings, problems
+from django_outbox.conf import EmailSettings, OutboxSettings, get_settings, problems
+from django_outbox.mail import compat as mail_compat
+from django_outbox.mail import queue_mailers
 from django_outbox.models import OutboxEvent
 
 __all__ = ["MEANINGS", "check_outbox"]
@@ -36,10 +45,19 @@ MEANINGS: Final = {
     "E012": "A database router sends events elsewhere, or keeps their table from being created.",
     "E013": "SQLite is older than 3.38.",
     "E014": "`LISTEN_DSN` cannot be parsed.",
+    "E020": "Nothing delivers the queued mail, or the queue would deliver to itself.",
+    "E021": "The email lease does not cover one email's time limit and the margin.",
+    "E022": "The delivering backend cannot be imported.",
+    "E030": "`webhook-fanout` is on, but the extra `[webhooks]` is not installed.",
+    "E031": "The webhook lease does not cover a look-up, a request and the margin.",
+    "E032": "`CA_BUNDLE` names a file that is not there.",
     "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
     "W011": "The connection pool is smaller than the relay's threads need.",
     "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
     "W013": "The database runs at another isolation level than READ COMMITTED.",
+    "W020": "Error mail to the admins goes through the queue.",
+    "W021": "`BACKEND` of the email queue is set beside `MAILERS`, which names the backends.",
+    "W030": "`ALLOW_NETWORKS` opens every address to webhooks.",
 }
 """Every check, by the last part of its id."""
 
@@ -67,7 +85,10 @@ def check_outbox(**_: Any) -> list[CheckMessage]:
         _message(problem.id, problem.message, problem.hint)
         for problem in problems(getattr(django_settings, "OUTBOX", {}))
     ]
-    return wrong or list(_database_problems(get_settings()))
+    if wrong:
+        return wrong
+    outbox = get_settings()
+    return [*_database_problems(outbox), *_email_problems(outbox), *_webhook_problems(outbox)]
 
 
 def _message(id: str, message: str, hint: str) -> CheckMessage:  # noqa: A002  Django's word
@@ -148,6 +169,96 @@ def _postgres_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) 
                 'OUTBOX["LISTEN_DSN"] is not a PostgreSQL connection string.',
                 'Write "postgresql://user:password@host:5432/name" or "host=... dbname=...".',
             )
+
+
+def _email_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    queue = outbox.email
+    yield from _mailers_problems(queue) if mail_compat.mailers() is not None else _backend_problems(queue)
+    if django_settings.ADMINS and any(
+        isinstance(handler, AdminEmailHandler) and mail_compat.is_queue(mail_compat.handler_backend(handler))
+        for handler in _log_handlers()
+    ):
+        yield _message(
+            "W020",
+            "Errors are mailed to the admins through the queue: a rollback takes the mail along, a broken database"
+            " holds it up, and an error in the relay makes more mail for the relay.",
+            "Give AdminEmailHandler in LOGGING the backend that delivers: its email_backend, or using with MAILERS.",
+        )
+
+
+def _backend_problems(queue: EmailSettings) -> Iterator[CheckMessage]:
+    path = queue.backend or mail_compat.default_backend_path()
+    if mail_compat.is_queue(path):
+        yield _message(
+            "E020",
+            "Mail is queued, but nothing delivers it: the delivering backend is the queue's own.",
+            'Name the one that sends, such as OUTBOX["EMAIL"]["BACKEND"] ='
+            ' "django.core.mail.backends.smtp.EmailBackend".',
+        )
+    elif queue.backend is not None and (reason := _import_problem(queue.backend)):
+        yield _message("E022", f'OUTBOX["EMAIL"]["BACKEND"] cannot be imported: {reason}.', "Correct the path.")
+
+
+def _mailers_problems(queue: EmailSettings) -> Iterator[CheckMessage]:
+    mailers = mail_compat.mailers() or {}
+    queues = queue_mailers()
+    for alias, target in queues.items():
+        if target not in mailers or target in queues:
+            reason = "names no alias" if not target else "is the queue itself" if target in queues else "does not exist"
+            yield _message(
+                "E020",
+                f"Mail of the mailer {alias!r} is queued, but nothing delivers it: its deliver_with {reason}.",
+                f'Set MAILERS[{alias!r}]["OPTIONS"] = {{"deliver_with": "<an alias that sends>"}}.',
+            )
+    if queue.backend is not None:
+        yield _message(
+            "W021",
+            'OUTBOX["EMAIL"]["BACKEND"] has no effect beside MAILERS.',
+            "Remove it; the queue's alias says with its deliver_with what delivers.",
+        )
+
+
+def _import_problem(path: str) -> str:
+    try:
+        import_string(path)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _log_handlers() -> Iterator[logging.Handler]:
+    """Return the handlers of all loggers that exist."""
+    yield from logging.root.handlers
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            yield from logger.handlers
+
+
+def _webhook_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    hooks = outbox.webhooks
+    if "webhook-fanout" in outbox.builtin_handlers and not _webhooks_installed():
+        yield _message(
+            "E030",
+            "Webhook deliveries are on, but their secrets cannot be encrypted or their answers not be read:"
+            " cryptography is missing, or urllib3 is older than 2.2.",
+            'Install "django-transactional-outbox[webhooks]".',
+        )
+    if hooks.ca_bundle is not None and not Path(hooks.ca_bundle).is_file():
+        yield _message(
+            "E032",
+            'OUTBOX["WEBHOOKS"]["CA_BUNDLE"] names a file that is not there.',
+            "Give the path of a file in PEM form, or leave it out for the authorities of certifi.",
+        )
+    if any(ip_network(text).prefixlen == 0 for text in hooks.allow_networks):
+        yield _message(
+            "W030",
+            'OUTBOX["WEBHOOKS"]["ALLOW_NETWORKS"] opens every address: a customer\'s URL can reach your own network.',
+            "Name the networks that webhooks are meant to reach, each as narrow as it can be.",
+        )
+
+
+def _webhooks_installed() -> bool:
+    return find_spec("cryptography") is not None and hasattr(urllib3.HTTPResponse, "read1")
 
 
 def _pool_size(options: dict[str, Any]) -> int:

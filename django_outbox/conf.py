@@ -9,7 +9,8 @@ test all read that line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Final, Literal, cast
@@ -21,16 +22,18 @@ from django_outbox.errors import InvalidSettings
 from django_outbox.retry import JITTER, Schedule
 
 __all__ = [
+    "EmailSettings",
     "OutboxSettings",
     "Problem",
     "QueueSettings",
+    "WebhookSettings",
     "get_settings",
     "problems",
     "queue_classes",
     "setting_fields",
 ]
 
-Kind = Literal["bool", "count", "seconds", "text", "module", "queue"]
+Kind = Literal["bool", "count", "seconds", "text", "module", "queue", "texts", "networks", "counts"]
 
 _YEAR: Final = 366 * 86_400.0
 _FOR_EVER: Final = 100 * _YEAR
@@ -41,6 +44,9 @@ _WANTED: Final[Mapping[Kind, tuple[tuple[type, ...], str]]] = {
     "seconds": ((int, float), "a number of seconds"),
     "text": ((str,), "a string"),
     "module": ((str,), "a string"),
+    "texts": ((list, tuple), "a list of strings"),
+    "networks": ((list, tuple), "a list of networks"),
+    "counts": ((list, tuple), "a list of whole numbers"),
 }
 
 
@@ -52,6 +58,7 @@ def _setting(
     high: float = _YEAR,
     unit: str = "",
     optional: bool = False,
+    choices: tuple[str, ...] = (),
     doc: str,
 ) -> Any:
     return field(
@@ -62,6 +69,7 @@ def _setting(
             "high": high,
             "unit": unit or ("seconds" if kind == "seconds" else ""),
             "optional": optional or default is None,
+            "choices": choices,
             "doc": doc,
         },
     )
@@ -130,6 +138,135 @@ class QueueSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmailSettings(QueueSettings):
+    """The settings of the email queue."""
+
+    max_attempts: int = _setting(
+        "count", default=4, low=1, high=10_000, unit="attempts", doc="Failed attempts after which an email is dead."
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=60.0, doc="Wait after the first failure; doubles from there."
+    )
+    replay_for_seconds: float | None = _setting(
+        "seconds",
+        default=86_400.0,
+        low=1,
+        high=_FOR_EVER,
+        optional=True,
+        doc="Age after which a dead email is not replayed; `None` = for ever.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=120.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=30.0, low=0.1, high=3_600, doc="Time limit of one email, over all replies of the server."
+    )
+    concurrency: int = _setting(
+        "count",
+        default=8,
+        low=1,
+        high=1_000,
+        unit="threads",
+        doc="Sending threads, and connections, per relay process.",
+    )
+    backend: str | None = _setting(
+        "text",
+        default=None,
+        doc="Dotted path of the backend that delivers. `None` = `EMAIL_BACKEND`, if that is not the queue's own; with"
+        " `MAILERS` it must stay `None`.",
+    )
+    reply_timeout_seconds: float = _setting(
+        "seconds",
+        default=10.0,
+        low=0.1,
+        high=3_600,
+        doc="Longest wait for one reply of the server, where the backend sets no time-out of its own.",
+    )
+    message_id_domain: str | None = _setting(
+        "text", default=None, doc="Domain of the Message-ID of a message that has none; `None` = that of its sender."
+    )
+    max_message_bytes: int = _setting(
+        "count",
+        default=10 * 2**20,
+        low=1_024,
+        high=256 * 2**20,
+        unit="bytes",
+        doc="Largest message, texts and attachments together, before any encoding.",
+    )
+    max_recipients: int = _setting(
+        "count", default=50, low=1, high=10_000, unit="addresses", doc="Most recipients of one message."
+    )
+    extra_attributes: tuple[str, ...] = _setting(
+        "texts", default=(), doc="Attributes of a message, beyond Django's and Anymail's, that are stored with it."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookSettings(QueueSettings):
+    """The settings of the webhook queue."""
+
+    max_attempts: int = _setting(
+        "count", default=4, low=1, high=10_000, unit="attempts", doc="Failed attempts after which a delivery is dead."
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=30.0, doc="Wait after the first failure; doubles from there."
+    )
+    replay_for_seconds: float | None = _setting(
+        "seconds",
+        default=604_800.0,
+        low=1,
+        high=_FOR_EVER,
+        optional=True,
+        doc="Age after which a dead delivery is not replayed; `None` = for ever.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=330.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=30.0, low=0.1, high=3_600, doc="Time limit of one request, from connecting to its answer."
+    )
+    concurrency: int = _setting(
+        "count", default=16, low=1, high=1_000, unit="threads", doc="Sending threads per relay process."
+    )
+    endpoint_concurrency: int = _setting(
+        "count",
+        default=4,
+        low=1,
+        high=1_000,
+        unit="requests",
+        doc="Requests to one endpoint at a time, per relay process; a slow or failing endpoint gets one.",
+    )
+    secret_keys: tuple[str, ...] | None = _setting(
+        "texts",
+        default=None,
+        doc="Texts from which the keys are derived that encrypt endpoints' secrets; the first encrypts, all decrypt. "
+        "`None` = `SECRET_KEY` and `SECRET_KEY_FALLBACKS`.",
+    )
+    allow_http: bool = _setting("bool", default=False, doc="Accept endpoints without TLS.")
+    allow_ports: tuple[int, ...] = _setting(
+        "counts", default=(80, 443, 8080, 8443), low=1, high=65_535, doc="Ports that an endpoint may use."
+    )
+    allow_networks: tuple[str, ...] = _setting(
+        "networks", default=(), doc="Networks, such as `10.1.0.0/16`, that may be reached although they are not public."
+    )
+    deny_networks: tuple[str, ...] = _setting(
+        "networks", default=(), doc="Networks that may not be reached although they are public."
+    )
+    permanent_statuses: tuple[int, ...] = _setting(
+        "counts", default=(), low=400, high=499, doc="HTTP statuses after which a delivery is not tried again."
+    )
+    disable_after_seconds: float | None = _setting(
+        "seconds",
+        default=259_200.0,
+        low=60,
+        doc="An endpoint that had no success for so long, and failed often, is disabled; `None` = never.",
+    )
+    ca_bundle: str | None = _setting(
+        "text", default=None, doc="File of the certificate authorities to trust; `None` = those of `certifi`."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSettings:
     """All of ``settings.OUTBOX``, validated, with defaults filled in."""
 
@@ -168,7 +305,15 @@ class OutboxSettings:
     handlers_module: str = _setting(
         "module", default="outbox_handlers", doc="Module looked for in every installed app."
     )
+    builtin_handlers: tuple[str, ...] = _setting(
+        "texts",
+        default=(),
+        choices=("webhook-fanout",),
+        doc="Built-in handlers to switch on: `webhook-fanout` writes webhook deliveries.",
+    )
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
+    email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))
+    webhooks: WebhookSettings = field(default_factory=WebhookSettings, metadata=_queue("The webhook queue."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +372,16 @@ setting_changed.connect(_forget, dispatch_uid="django_outbox.conf")
 
 
 def _build(raw: Mapping[str, Any]) -> OutboxSettings:
-    values = {key.lower(): value for key, value in raw.items()}
+    values = _frozen(raw)
     for key, cls in queue_classes().items():
         if key in raw:
-            values[key.lower()] = cls(**{name.lower(): value for name, value in raw[key].items()})
+            values[key.lower()] = cls(**_frozen(raw[key]))
     return OutboxSettings(**values)
+
+
+def _frozen(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by the names of their fields, frozen to the last item."""
+    return {key.lower(): tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
 
 
 def _problems(raw: Mapping[Any, Any], cls: type[OutboxSettings | QueueSettings], where: str) -> Iterator[Problem]:
@@ -268,6 +418,8 @@ def _value_problems(path: str, value: object, meta: Mapping[str, Any]) -> Iterat
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         or_none = " or None" if meta["optional"] else ""
         yield Problem("E002", f"{path} must be {words}{or_none}, not {type(value).__name__}.", meta["doc"])
+    elif isinstance(value, list | tuple):
+        yield from _item_problems(path, value, meta)
     elif value == "":
         yield Problem("E003", f"{path} is empty.", meta["doc"] + " Leave it out for the default.")
     elif meta["kind"] == "module" and not all(part.isidentifier() for part in str(value).split(".")):
@@ -276,6 +428,32 @@ def _value_problems(path: str, value: object, meta: Mapping[str, Any]) -> Iterat
     elif isinstance(value, int | float) and not meta["low"] <= value <= meta["high"]:
         low, high, unit = meta["low"], meta["high"], meta["unit"]
         yield Problem("E003", f"{path} is {value}; it must lie between {low:,} and {high:,} {unit}.", meta["doc"])
+
+
+def _item_problems(path: str, values: Sequence[object], meta: Mapping[str, Any]) -> Iterator[Problem]:
+    for index, value in enumerate(values):
+        where = f"{path}[{index}]"
+        if meta["kind"] == "counts":
+            item = {**meta, "kind": "count", "optional": False}
+        else:
+            item = {**meta, "kind": "text", "optional": False}
+        wrong = list(_value_problems(where, value, item))
+        yield from wrong
+        if meta["choices"] and not wrong and value not in meta["choices"]:
+            yield Problem("E003", f"{where} is {value!r}; choose among {', '.join(meta['choices'])}.", meta["doc"])
+        if meta["kind"] == "networks" and not wrong:
+            try:
+                ipaddress.ip_network(str(value))
+            except ValueError as error:
+                yield Problem("E003", f"{where} is not a network: {error}.", meta["doc"])
+
+
+EMAIL_LEASE_MARGIN_SECONDS: Final = 15.0
+"""What an email's lease must leave beyond its time limit, so that a failed renewal doubles no send."""
+WEBHOOK_LOOKUP_SECONDS: Final = 5.0
+"""How long the look-up of an endpoint's name may take."""
+WEBHOOK_LEASE_MARGIN_SECONDS: Final = 30.0
+"""What a lease must leave beside look-up and request, so that a renewal that fails can be tried again."""
 
 
 def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
@@ -306,3 +484,23 @@ def _contradictions(built: OutboxSettings) -> Iterator[Problem]:
                 f"({queue.replay_every_seconds:g} s, up to a quarter later).",
                 "Raise REPLAY_FOR_SECONDS, lower REPLAY_EVERY_SECONDS, or set the latter to None for no replay.",
             )
+    email = built.email
+    needed = email.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS
+    if email.lease_seconds < needed:
+        yield Problem(
+            "E021",
+            f'OUTBOX["EMAIL"]: LEASE_SECONDS ({email.lease_seconds:g}) does not cover one email, that is its time limit'
+            f" ({email.timeout_seconds:g} s) and {EMAIL_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send"
+            " it again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )
+    hooks = built.webhooks
+    needed = WEBHOOK_LOOKUP_SECONDS + hooks.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS
+    if hooks.lease_seconds < needed:
+        yield Problem(
+            "E031",
+            f'OUTBOX["WEBHOOKS"]: LEASE_SECONDS ({hooks.lease_seconds:g}) does not cover a look-up'
+            f" ({WEBHOOK_LOOKUP_SECONDS:g} s), a request ({hooks.timeout_seconds:g} s) and"
+            f" {WEBHOOK_LEASE_MARGIN_SECONDS:g} s of margin: another relay could send the same again.",
+            f"Raise LEASE_SECONDS to {needed:g} or more, or lower TIMEOUT_SECONDS.",
+        )

@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 __all__ = [
     "DuplicateHandler",
+    "InvalidEmail",
     "InvalidEventType",
     "InvalidHandlerName",
     "InvalidPayload",
@@ -42,6 +43,10 @@ class InvalidPayload(OutboxError, TypeError):
     """A payload, header or text column cannot be stored the same way on every database."""
 
 
+class InvalidEmail(InvalidPayload, ValueError):
+    """A message cannot be stored exactly, or could never be sent."""
+
+
 class InvalidEventType(OutboxError, ValueError):
     """An event type or type pattern is malformed or reserved."""
 
@@ -59,7 +64,16 @@ class InvalidSettings(OutboxError, ImproperlyConfigured):
 
 
 class UnsafeURL(OutboxError, ValueError):
-    """A URL is refused by the SSRF guard."""
+    """
+    A URL is refused by the SSRF guard; the text says why.
+
+    ``code`` is ``invalid_target`` for a URL that is refused as it stands, and
+    ``non_public`` for one that leads to an address which may not be reached.
+    """
+
+    def __init__(self, reason: str, *, code: str = "invalid_target") -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class InvalidSignature(OutboxError):

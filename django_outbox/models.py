@@ -19,7 +19,21 @@ from django.db.models import F, Func, Q, TextField, Value
 from django.db.models.lookups import Exact
 from django.utils import timezone
 
-__all__ = ["JSONTypeOf", "Leasable", "OutboxEvent", "Status", "UTCDateTimeField"]
+__all__ = [
+    "EmailPriority",
+    "JSONTypeOf",
+    "Leasable",
+    "OutboxEmail",
+    "OutboxEmailAttachment",
+    "OutboxEmailBlob",
+    "OutboxEmailContent",
+    "OutboxEvent",
+    "Status",
+    "UTCDateTimeField",
+    "WebhookAttempt",
+    "WebhookDelivery",
+    "WebhookEndpoint",
+]
 
 
 class Status(models.TextChoices):
@@ -208,3 +222,290 @@ class OutboxEvent(Leasable):
 
     def __str__(self) -> str:
         return f"{self.type} {self.pk}"
+
+
+class EmailPriority(models.IntegerChoices):
+    """The lanes of the email queue, in the order in which they are looked at."""
+
+    URGENT = 0, "urgent"
+    NORMAL = 1, "normal"
+    BULK = 2, "bulk"
+
+
+class OutboxEmail(Leasable):
+    """One email on its way; what it says is in `OutboxEmailContent`."""
+
+    priority = models.SmallIntegerField(choices=EmailPriority.choices, db_default=EmailPriority.NORMAL.value)
+    backend_alias = models.CharField(max_length=64, db_default="default", help_text="What it is delivered with.")
+    subject = models.CharField(max_length=255, blank=True, db_default="", help_text="A copy; none if sensitive.")
+    recipient = models.CharField(max_length=320, blank=True, db_default="", help_text="The first one.")
+    message_id = models.CharField(max_length=255, help_text="The same at every attempt.")
+    provider_message_id = models.CharField(max_length=255, blank=True, db_default="")
+    idempotency_key = models.CharField(max_length=255, null=True, blank=True, unique=True)
+    expires_at = UTCDateTimeField(null=True, blank=True)
+    sensitive = models.BooleanField(db_default=False, help_text="Its content goes once it is sent or given up.")
+    wiped = models.BooleanField(db_default=False, help_text="Its content is gone; it cannot be sent again.")
+    maybe_sent = models.BooleanField(db_default=False, help_text="A failed attempt may have reached its recipients.")
+    failure_kind = models.CharField(max_length=32, blank=True, db_default="")
+    last_code = models.CharField(max_length=16, blank=True, db_default="", help_text="Of the server's last refusal.")
+    refused = models.JSONField(default=dict, help_text="Recipient → what the server said of it.")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    request_id = models.CharField(max_length=255, blank=True, db_default="")
+    causation_id = models.UUIDField(null=True, blank=True)
+
+    class Meta(Leasable.Meta):
+        db_table = "django_outbox_email"
+        verbose_name = "email"
+        verbose_name_plural = "emails"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_outboxemail", "Can retry emails"),
+            ("discard_outboxemail", "Can discard emails"),
+            ("read_outboxemail", "Can read what emails say"),
+        )
+        constraints = (
+            *Leasable.Meta.constraints,
+            models.CheckConstraint(condition=is_json_object("refused"), name="django_outbox_email_refused_object"),
+        )
+        indexes = (
+            # A claim takes one lane of one backend, so that a paused backend costs the others nothing.
+            models.Index(
+                fields=["priority", "backend_alias", "created_at", "id"],
+                name="outbox_email_lane_pending",
+                condition=Q(status="pending"),
+            ),
+            models.Index(
+                fields=["priority", "backend_alias", "due_at", "id"],
+                name="outbox_email_lane_waiting",
+                condition=Q(status="waiting"),
+            ),
+            models.Index(
+                fields=["priority", "backend_alias", "due_at", "id"],
+                name="outbox_email_lane_replay",
+                condition=Q(status="dead", due_at__isnull=False),
+            ),
+            # Across the lanes: when something falls due next, how old the oldest is, what operators look at.
+            models.Index(fields=["created_at", "id"], name="outbox_email_pending", condition=Q(status="pending")),
+            models.Index(fields=["due_at", "id"], name="outbox_email_waiting", condition=Q(status="waiting")),
+            models.Index(
+                fields=["due_at", "id"], name="outbox_email_replay", condition=Q(status="dead", due_at__isnull=False)
+            ),
+            models.Index(fields=["dead_at", "id"], name="outbox_email_dead", condition=Q(status="dead")),
+            models.Index(fields=["finished_at", "id"], name="outbox_email_failed", condition=Q(status="failed")),
+            models.Index(fields=["finished_at", "id"], name="outbox_email_done", condition=Q(status="done")),
+            # "Did it reach her?", and what a bounce is about.
+            models.Index(fields=["recipient", "id"], name="outbox_email_recipient"),
+            models.Index(fields=["message_id", "id"], name="outbox_email_message_id"),
+            models.Index(
+                fields=["provider_message_id", "id"], name="outbox_email_provider", condition=~Q(provider_message_id="")
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.message_id} to {self.recipient}"
+
+
+class OutboxEmailContent(models.Model):
+    """What an email says, apart from the row that claims and settles rewrite: JSON as `mail.codec` writes it."""
+
+    email_id = models.UUIDField(primary_key=True, editable=False)
+    document = models.TextField()
+
+    class Meta:
+        db_table = "django_outbox_email_content"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class OutboxEmailBlob(models.Model):
+    """The bytes of an attachment, which several emails may share. Never changed."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    # Not unique: two transactions that store the same bytes must not wait for one another.
+    sha256 = models.CharField(max_length=64)
+    content = models.BinaryField()
+
+    class Meta:
+        db_table = "django_outbox_email_blob"
+        default_permissions = ()
+        indexes = (models.Index(fields=["sha256"], name="outbox_email_blob_sha256"),)
+
+    def __str__(self) -> str:
+        return self.sha256
+
+
+class OutboxEmailAttachment(models.Model):
+    """That an email needs a blob."""
+
+    email_id = models.UUIDField()
+    blob_id = models.UUIDField()
+
+    class Meta:
+        db_table = "django_outbox_email_attachment"
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(fields=["email_id", "blob_id"], name="django_outbox_email_attachment_once"),
+        )
+        indexes = (models.Index(fields=["blob_id"], name="outbox_email_attachment_blob"),)
+
+    def __str__(self) -> str:
+        return f"{self.email_id} {self.blob_id}"
+
+
+class WebhookEndpoint(models.Model):
+    """
+    Where a customer wants events sent, and how it has been going.
+
+    What comes after ``created_at`` is written by deliveries, in the transaction that
+    settles them; and by the verbs in ``webhooks``.
+    """
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    url = models.CharField("URL", max_length=2048)
+    description = models.CharField(max_length=255, blank=True, db_default="")
+    organization_id = models.CharField(
+        max_length=255,
+        blank=True,
+        db_default="",
+        help_text="It gets the events of this organization; without one, all.",
+    )
+    event_types = models.JSONField(default=list, help_text='Types, prefixes such as "order.*", or "*".')
+    enabled = models.BooleanField(db_default=True)
+    sealed_secrets = models.TextField(editable=False, help_text="Signing secrets, encrypted.")
+    sealed_headers = models.TextField(editable=False, blank=True, db_default="", help_text="Custom headers, encrypted.")
+    created_at = UTCDateTimeField(editable=False)
+    rotated_at = UTCDateTimeField(null=True, blank=True, editable=False)
+    disabled_at = UTCDateTimeField(null=True, blank=True, editable=False)
+    disabled_reason = models.CharField(max_length=32, blank=True, db_default="", editable=False)
+    paused_until = UTCDateTimeField(null=True, blank=True, help_text="Nothing is sent before.")
+    open_until = UTCDateTimeField(null=True, blank=True, editable=False, help_text="The breaker lets nothing through.")
+    open_seconds = models.IntegerField(db_default=0, editable=False, help_text="0 while the breaker is closed.")
+    streak = models.IntegerField(db_default=0, editable=False, help_text="Failures of the server in a row.")
+    failures = models.IntegerField(db_default=0, editable=False, help_text="Failed attempts since the last success.")
+    exhausted = models.IntegerField(db_default=0, editable=False, help_text="Dead deliveries since the last success.")
+    failing_since = UTCDateTimeField(null=True, blank=True, editable=False)
+    warned_at = UTCDateTimeField(null=True, blank=True, editable=False)
+    mean_seconds = models.FloatField(db_default=0.0, editable=False, help_text="Moving mean of a request's duration.")
+    delivered_total = models.BigIntegerField(db_default=0, editable=False)
+    failed_total = models.BigIntegerField(db_default=0, editable=False)
+    last_success_at = UTCDateTimeField(null=True, blank=True, editable=False)
+    last_failure_at = UTCDateTimeField(null=True, blank=True, editable=False)
+    last_error = models.TextField(blank=True, db_default="", editable=False)
+
+    class Meta:
+        db_table = "django_outbox_webhook_endpoint"
+        verbose_name = "webhook endpoint"
+        verbose_name_plural = "webhook endpoints"
+        permissions = (("rotate_webhookendpoint", "Can make new secrets for webhook endpoints"),)
+        constraints = (
+            models.CheckConstraint(
+                condition=Exact(JSONTypeOf(F("event_types")), Value("array")),
+                name="django_outbox_endpoint_event_types_array",
+            ),
+            models.CheckConstraint(
+                condition=Q(enabled=True, disabled_at__isnull=True) | Q(enabled=False, disabled_at__isnull=False),
+                name="django_outbox_endpoint_disabled_since",
+            ),
+        )
+        # The fan-out: an event's organization, and the endpoints that get all.
+        indexes = (models.Index(fields=["organization_id", "id"], name="outbox_endpoint_org"),)
+
+    def __str__(self) -> str:
+        return self.description or str(self.pk)
+
+
+class WebhookDelivery(Leasable):
+    """One event on its way to one endpoint. ``body`` is what is signed and sent, as UTF-8, at every attempt."""
+
+    event_id = models.UUIDField()
+    endpoint_id = models.UUIDField()
+    event_type = models.CharField(max_length=128)
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    body = models.TextField()
+    reason = models.CharField(max_length=32, blank=True, db_default="", help_text="How the last attempt ended.")
+    last_status = models.IntegerField(null=True, blank=True, help_text="Of the last answer.")
+
+    class Meta(Leasable.Meta):
+        db_table = "django_outbox_webhook_delivery"
+        verbose_name = "webhook delivery"
+        verbose_name_plural = "webhook deliveries"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_webhookdelivery", "Can retry webhook deliveries"),
+            ("discard_webhookdelivery", "Can discard webhook deliveries"),
+        )
+        constraints = (
+            *Leasable.Meta.constraints,
+            # What makes a redelivered event write nothing twice.
+            models.UniqueConstraint(fields=["event_id", "endpoint_id"], name="django_outbox_delivery_once"),
+        )
+        indexes = (
+            # A claim takes rows of one endpoint; which endpoints have some is found by jumping from one to the next.
+            models.Index(
+                fields=["endpoint_id", "created_at", "id"],
+                name="outbox_delivery_ep_pending",
+                condition=Q(status="pending"),
+            ),
+            models.Index(
+                fields=["endpoint_id", "due_at", "id"], name="outbox_delivery_ep_waiting", condition=Q(status="waiting")
+            ),
+            models.Index(
+                fields=["endpoint_id", "due_at", "id"],
+                name="outbox_delivery_ep_replay",
+                condition=Q(status="dead", due_at__isnull=False),
+            ),
+            # Across endpoints: when something falls due next, and what operators look at.
+            models.Index(fields=["created_at", "id"], name="outbox_delivery_pending", condition=Q(status="pending")),
+            models.Index(fields=["due_at", "id"], name="outbox_delivery_waiting", condition=Q(status="waiting")),
+            models.Index(
+                fields=["due_at", "id"], name="outbox_delivery_replay", condition=Q(status="dead", due_at__isnull=False)
+            ),
+            models.Index(fields=["dead_at", "id"], name="outbox_delivery_dead", condition=Q(status="dead")),
+            models.Index(
+                fields=["endpoint_id", "created_at", "id"], name="outbox_delivery_ep_dead", condition=Q(status="dead")
+            ),
+            models.Index(fields=["finished_at", "id"], name="outbox_delivery_failed", condition=Q(status="failed")),
+            # Retention.
+            models.Index(fields=["finished_at", "id"], name="outbox_delivery_done", condition=Q(status="done")),
+            models.Index(
+                fields=["dead_at", "id"],
+                name="outbox_delivery_unwanted",
+                condition=Q(status="dead", reason__in=["endpoint_disabled", "endpoint_gone", "endpoint_missing"]),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.event_type} {self.event_id}"
+
+
+class WebhookAttempt(models.Model):
+    """
+    One request that was made: written before it, finished with the delivery's settle.
+
+    One that was never finished has an unknown end: its process died, or lost its lease.
+    """
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    delivery_id = models.UUIDField()
+    number = models.IntegerField(help_text="Of the delivery's attempts in this life.")
+    fence = models.BigIntegerField()
+    address = models.CharField(max_length=64, blank=True, db_default="")
+    started_at = UTCDateTimeField()
+    finished_at = UTCDateTimeField(null=True, blank=True)
+    reason = models.CharField(max_length=32, blank=True, db_default="")
+    http_status = models.IntegerField("HTTP status", null=True, blank=True)
+    duration_ms = models.IntegerField(null=True, blank=True)
+    error = models.TextField(blank=True, db_default="")
+    response = models.TextField(blank=True, db_default="", help_text="The first of the answer, for operators only.")
+
+    class Meta:
+        db_table = "django_outbox_webhook_attempt"
+        verbose_name = "webhook attempt"
+        verbose_name_plural = "webhook attempts"
+        default_permissions = ("view",)
+        indexes = (models.Index(fields=["delivery_id", "id"], name="outbox_attempt_delivery"),)
+
+    def __str__(self) -> str:
+        return f"attempt {self.number} of {self.delivery_id}"

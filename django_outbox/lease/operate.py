@@ -31,7 +31,7 @@ _MOMENT: Final = {
 }
 
 _Change = Callable[[dict[str, Any]], dict[str, Any] | None]
-"""Makes a row's new values from its status, deliveries and failures; ``None`` leaves it."""
+"""Makes a row's new values from its status, deliveries, failures and ``retryable``; ``None`` leaves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,13 @@ def retry(
     each status. ``handler`` takes rows that are owed to it. ``status`` is what the
     caller saw: a row that has another one by now is skipped, as is one under a live
     lease; both are counted. A discarded delivery stays discarded, so a row whose
-    deliveries were all discarded is skipped too.
+    deliveries were all discarded is skipped too, as is one that lacks the queue's
+    ``retry_condition``.
     """
 
     def revive(row: dict[str, Any]) -> dict[str, Any] | None:
+        if not row["retryable"]:
+            return None
         failures = {
             name: {key: value for key, value in entry.items() if key not in {"rejected", "lost", "marks", "parked_at"}}
             for name, entry in row["failures"].items()
@@ -230,19 +233,20 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
     table = table_of(queue, connection)
     maps = ("deliveries", "failures") if queue.handlers else ()
     content = "".join(f", {dialect.json_text(name)}" for name in maps)
+    retryable = queue.retry_condition or "true"
     narrowed, params = _narrowed(selection, dialect)
     changes: list[dict[str, Any]] = []
     leased = skipped = 0
     with write_transaction(connection, table), connection.cursor() as cursor:
         cursor.execute(
-            f"""SELECT id, status, lease_until > {dialect.now}{content} FROM {table}
+            f"""SELECT id, status, lease_until > {dialect.now}, {retryable}{content} FROM {table}
                 WHERE id IN {dialect.id_list()}{narrowed} ORDER BY id {dialect.lock}""",
             [json.dumps([dialect.id_param(id_) for id_ in ids]), *params],
         )
         rows = cursor.fetchall()
         for row in rows:
-            id_, current, live, *texts = row
-            values = {"status": current, "deliveries": {}, "failures": {}}
+            id_, current, live, may, *texts = row
+            values = {"status": current, "deliveries": {}, "failures": {}, "retryable": bool(may)}
             values |= {name: json.loads(text) for name, text in zip(maps, texts, strict=True)}
             if current not in selection.status:
                 skipped += 1
@@ -269,6 +273,9 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
                     FROM {dialect.records(columns)} WHERE e.id = o.id""",
                 [json.dumps(changes)],
             )
+        closed = [UUID(each["id"]) for each in changes if each["status"] == "failed"]
+        if closed and queue.on_discard is not None:
+            queue.on_discard(closed, using)
     return Report(len(changes), leased, skipped)
 
 
@@ -286,8 +293,9 @@ def purge(
     Delete finished rows older than an age, a batch per transaction; return how many went.
 
     ``status`` is done, failed or dead. The retention index finds the batch, oldest
-    first; rows that somebody locks are left for the next call. Interrupting loses
-    nothing: what was committed is gone, the rest stays.
+    first; rows that somebody locks are left for the next call. What the queue keeps
+    beside its rows goes with them (``on_purge``). Interrupting loses nothing: what was
+    committed is gone, the rest stays.
     """
     if status not in {"done", "failed", "dead"}:
         raise ValueError(f"Only done, failed and dead rows can be purged, not {status!r}.")
@@ -303,15 +311,19 @@ def purge(
         SELECT id FROM {table} WHERE status = '{status}' AND {moment} <= {before} {free}
         ORDER BY {moment}, id LIMIT %s {dialect.lock_skipping}"""
     if isinstance(dialect, Postgres):
-        sql = f"WITH old AS MATERIALIZED ({victims}) DELETE FROM {table} WHERE id IN (SELECT id FROM old)"
+        sql = f"WITH old AS MATERIALIZED ({victims}) DELETE FROM {table} WHERE id IN (SELECT id FROM old) RETURNING id"
     else:
-        sql = f"DELETE FROM {table} WHERE id IN ({victims})"
+        sql = f"DELETE FROM {table} WHERE id IN ({victims}) RETURNING id"
     total = 0
     while limit is None or total < limit:
         size = batch if limit is None else min(batch, limit - total)
-        with transaction.atomic(using=using), connection.cursor() as cursor:
-            cursor.execute(sql, [older_than_seconds, size])
-            gone = cursor.rowcount
+        with transaction.atomic(using=using):
+            with connection.cursor() as cursor:
+                cursor.execute(sql, [older_than_seconds, size])
+                ids = [dialect.id_value(row[0]) for row in cursor.fetchall()]
+            if ids and queue.on_purge is not None:
+                queue.on_purge(ids, using)
+        gone = len(ids)
         total += gone
         if progress is not None:
             progress(total)

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -72,12 +72,27 @@ class Queue:
     """The type of the event that speaks of a row's death."""
     outcome_columns: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Columns of its own that a settle may write (column → PostgreSQL type); see `Settled.columns`."""
+    retry_condition: str = ""
+    """SQL on the row's own columns; a row for which it is not true is never retried. Empty: all may be."""
+    on_discard: Callable[[Sequence[UUID], str], None] | None = None
+    """Called with the ids that became failed by an operator's hand, and the alias, in the same transaction."""
+    on_purge: Callable[[Sequence[UUID], str], None] | None = None
+    """Called with the ids that a purge deletes, and the alias, in the same transaction."""
 
     @property
     def model(self) -> type[Leasable]:
         """The model behind the queue; a name without an app label is one of ours."""
         label, _, name = self.model_name.rpartition(".")
         return apps.get_model(label or "django_outbox", name)
+
+    @property
+    def plural(self) -> str:
+        """What the rows are called."""
+        return str(self.model._meta.verbose_name_plural)
+
+    def counted(self, rows: int) -> str:
+        """Return a number of the queue's rows in words: ``1 event``, ``2,000 emails``."""
+        return f"{rows:,} {self.model._meta.verbose_name if rows == 1 else self.plural}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from django_outbox import events
+from django_outbox import events, mail, webhooks
 from django_outbox.conf import get_settings
 from django_outbox.errors import InvalidEventType, InvalidHandlerName
 from django_outbox.lease import Queue, Report
@@ -30,12 +30,11 @@ __all__ = [
     "add_selection",
     "check_filters",
     "duration_seconds",
-    "event_ids",
-    "plural",
     "positive",
+    "row_ids",
 ]
 
-QUEUES: Final = {events.EVENTS.name: events.EVENTS}
+QUEUES: Final = {queue.name: queue for queue in (events.EVENTS, mail.EMAILS, webhooks.DELIVERIES)}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
@@ -44,25 +43,27 @@ class HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 def add_selection(parser: CommandParser, *, status: Iterable[str], handler: str, everything: str) -> None:
-    """Add the arguments by which an operator says which events are meant."""
-    parser.add_argument("ids", nargs="*", metavar="ID", help="ids of events")
+    """Add the arguments by which an operator says which rows of one queue are meant."""
+    parser.add_argument("ids", nargs="*", metavar="ID", help="ids of the queue's rows")
     parser.add_argument(
         "--status",
         action="append",
         default=None,
         metavar="STATUS",
-        help=f"only events in this status, now: {', '.join(status)}; may be repeated",
+        help=f"only rows in this status, now: {', '.join(status)}; may be repeated",
     )
-    parser.add_argument("--type", help="only events of this type")
+    parser.add_argument("--type", help="only events of this type (queue events only)")
     parser.add_argument("--handler", metavar="NAME", help=handler)
     parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
     parser.add_argument("--all", action="store_true", dest="everything", help=everything)
 
 
 class OutboxCommand(BaseCommand):
-    """A command on one queue of one database."""
+    """A command on one queue, or on all of them, of one database."""
 
     examples: ClassVar[str]
+    default_queue: ClassVar[str | None] = events.EVENTS.name
+    """The queue without ``--queue``; ``None``: all."""
     json_help: ClassVar[str] = "report as one JSON object"
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
@@ -79,33 +80,47 @@ class OutboxCommand(BaseCommand):
             choices=tuple(connections),
             help=f'alias of the database (default: OUTBOX["DATABASE"]); one of: {", ".join(connections)}',
         )
-        parser.add_argument("--queue", choices=tuple(QUEUES), default="events", help="which queue (default: events)")
+        parser.add_argument(
+            "--queue",
+            choices=tuple(QUEUES),
+            metavar="NAME",
+            default=self.default_queue,
+            help=f"which queue (default: {self.default_queue or 'all'}); one of: {', '.join(QUEUES)}",
+        )
         parser.add_argument("--json", action="store_true", dest="as_json", help=self.json_help)
 
     @staticmethod
-    def place(options: dict[str, Any]) -> tuple[Queue, str]:
-        """Return the queue and the database alias that the arguments name."""
-        return QUEUES[options["queue"]], options["database"] or get_settings().database or DEFAULT_DB_ALIAS
+    def places(options: dict[str, Any]) -> tuple[list[Queue], str]:
+        """Return the queues and the database alias that the arguments name."""
+        chosen = list(QUEUES.values()) if options["queue"] is None else [QUEUES[options["queue"]]]
+        return chosen, options["database"] or get_settings().database or DEFAULT_DB_ALIAS
 
-    def say_report(self, report: Report, done: str, options: dict[str, Any]) -> None:
+    @classmethod
+    def place(cls, options: dict[str, Any]) -> tuple[Queue, str]:
+        """Return the one queue, and the database alias, that the arguments name."""
+        chosen, using = cls.places(options)
+        return chosen[0], using
+
+    def say_report(self, queue: Queue, report: Report, done: str, options: dict[str, Any]) -> None:
         """Print what a verb did; ``done`` is its sentence with ``{rows}`` for the number."""
         if options["as_json"]:
             figures = {"changed": report.changed, "leased": report.leased, "skipped": report.skipped}
             self.stdout.write(json.dumps(figures))
             return
-        sentence = done.format(rows=plural(report.changed))
+        sentence = done.format(rows=queue.counted(report.changed))
         self.stdout.write(self.style.SUCCESS(sentence) if report.changed else sentence)
         if report.leased:
             self.stdout.write(
-                f"Left alone: {plural(report.leased)} held by a relay right now. Run the command again when it is done."
+                f"Left alone: {queue.counted(report.leased)} held by a relay right now. Run the command again when it"
+                " is done."
             )
         if report.skipped:
             self.stdout.write(
-                f"Left alone: {plural(report.skipped)} not found, in another status, or with nothing to change."
+                f"Left alone: {queue.counted(report.skipped)} not found, in another status, or with nothing to change."
             )
 
     @contextmanager
-    def progress(self, options: dict[str, Any]) -> Iterator[Callable[[int], None]]:
+    def progress(self, queue: Queue, options: dict[str, Any]) -> Iterator[Callable[[int], None]]:
         """
         Show on a terminal how far long work has come; end in order when it is interrupted.
 
@@ -118,14 +133,14 @@ class OutboxCommand(BaseCommand):
             nonlocal reached
             reached = rows
             if visible:
-                self.stdout.write(f"\r{plural(rows)} ...", ending="")
+                self.stdout.write(f"\r{queue.counted(rows)} ...", ending="")
                 self.stdout.flush()
 
         try:
             yield show
         except KeyboardInterrupt:
             raise CommandError(
-                f"Interrupted after {plural(reached)}. Those are committed; run it again for the rest.",
+                f"Interrupted after {queue.counted(reached)}. Those are committed; run it again for the rest.",
                 returncode=130,
             ) from None
         finally:
@@ -140,12 +155,7 @@ class OutboxCommand(BaseCommand):
                 raise CommandError("Nothing was changed.")
 
 
-def plural(rows: int) -> str:
-    """Return a number of events in words."""
-    return f"{rows:,} event{'' if rows == 1 else 's'}"
-
-
-def event_ids(texts: Iterable[str | UUID]) -> list[UUID]:
+def row_ids(texts: Iterable[str | UUID]) -> list[UUID]:
     """Return ids from the command line; raise `CommandError` naming the one that is none."""
     ids = []
     for text in texts:
@@ -153,7 +163,7 @@ def event_ids(texts: Iterable[str | UUID]) -> list[UUID]:
             ids.append(text if isinstance(text, UUID) else UUID(text))
         except ValueError:
             raise CommandError(
-                f"{text!r} is not an event id. Write it as the admin shows it, such as"
+                f"{text!r} is not an id. Write it as the admin shows it, such as"
                 " 01890a5d-ac96-774b-bcce-b302099a8057; to choose by handler or type use --handler or --type."
             ) from None
     return ids
@@ -178,13 +188,16 @@ def positive(name: str, value: int | None) -> int | None:
 
 
 def check_filters(
+    queue: Queue,
     *,
     status: Iterable[str] = (),
     allowed: Iterable[str] = (),
     type: str | None = None,  # noqa: A002
     handler: str | None = None,
 ) -> None:
-    """Raise `CommandError` for a status, event type or handler name that no row can have."""
+    """Raise `CommandError` for a status, event type or handler name that no row of the queue can have."""
+    if not queue.handlers and (type is not None or handler is not None):
+        raise CommandError(f"--type and --handler choose events; the queue {queue.name} has neither.")
     for name in status:
         if name not in allowed:
             raise CommandError(f"--status {name} does not go here. Use one of: {', '.join(allowed)}.")

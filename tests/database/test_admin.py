@@ -162,8 +162,8 @@ def test_dead_rows_are_one_click_away_with_their_number(visit: Visit) -> None:
 
 
 def test_counts_stop_at_their_bound(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_admin, "COUNTED", 3)
-    monkeypatch.setattr(outbox_admin, "LISTED", 4)
+    monkeypatch.setattr(outbox_admin.queue, "COUNTED", 3)
+    monkeypatch.setattr(outbox_admin.queue, "LISTED", 4)
     insert("dead", 6)
     response = visit("*").get(f"{LIST}?status=dead")
     assert response.context["status_links"][0]["count"] == "3+"
@@ -229,7 +229,7 @@ def test_a_filter_without_an_index_looks_at_a_window_and_says_so(
     client = visit("*")
     url = f"{LIST}?type=order.paid&status={status}" if status else f"{LIST}?type=order.paid"
     assert "looked for in" not in client.get(url).content.decode()
-    monkeypatch.setattr(outbox_admin, "LISTED", 10)
+    monkeypatch.setattr(outbox_admin.queue, "LISTED", 10)
     for number, id_ in enumerate(OutboxEvent.objects.order_by("pk").values_list("pk", flat=True)):
         moment = LONG_AGO + timedelta(days=number)
         OutboxEvent.objects.filter(pk=id_, status="dead").update(dead_at=moment)
@@ -455,7 +455,7 @@ def test_select_all_keeps_to_the_filters_and_the_search(visit: Visit) -> None:
 def test_one_action_takes_a_bounded_number_and_says_that_there_are_more(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_admin, "LISTED", 5)
+    monkeypatch.setattr(outbox_admin.queue, "LISTED", 5)
     ids = insert("dead", 8)
     text = press(visit("*"), "retry", ids[:1], across=True)
     assert "Retried 5 events" in text
@@ -538,8 +538,8 @@ ADDRESSES = [
 
 def test_no_list_sorts_or_scans_a_large_table(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario 27, with bounds in proportion to the size of this table."""
-    monkeypatch.setattr(outbox_admin, "LISTED", 500)
-    monkeypatch.setattr(outbox_admin, "COUNTED", 100)
+    monkeypatch.setattr(outbox_admin.queue, "LISTED", 500)
+    monkeypatch.setattr(outbox_admin.queue, "COUNTED", 100)
     monkeypatch.setattr(outbox_admin.OutboxEventAdmin, "list_per_page", 10)
     load(20_000)
     client = visit("*")

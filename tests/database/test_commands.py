@@ -157,7 +157,7 @@ def test_status_fails_when_something_is_due_for_too_long() -> None:
 @pytest.mark.parametrize("name", ["outbox_retry", "outbox_discard"])
 def test_nothing_is_changed_until_it_is_said_what(name: str) -> None:
     insert("dead")
-    with pytest.raises(CommandError, match=r"Say which events.*--all"):
+    with pytest.raises(CommandError, match=r"Say which rows.*--all"):
         run(name)
     assert set(statuses().values()) == {"dead"}
 
@@ -214,7 +214,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["outbox_retry", "abc"], "'abc' is not an event id"),
+        (["outbox_retry", "abc"], "'abc' is not an id"),
         (["outbox_retry", "--status", "done"], "Use one of: dead, failed, waiting"),
         (["outbox_retry", "--handler", "CrmSync"], "'crm-sync'"),
         (["outbox_retry", "--type", "created"], "not an event type"),
@@ -224,10 +224,10 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else() -> None:
         (["outbox_retry", "--rename-handler", "crm=stranger"], "No handler is named 'stranger'"),
         (["outbox_retry", "--rename-handler", "crm=discovered", "--type", "a.b"], "chooses by the old name"),
         (["outbox_retry", "--all", "01890a5d-ac96-774b-bcce-b302099a8057"], "not both"),
-        (["outbox_discard", "abc"], "'abc' is not an event id"),
+        (["outbox_discard", "abc"], "'abc' is not an id"),
         (["outbox_discard", "--status", "failed"], "Use one of: dead, waiting, pending"),
         (["outbox_purge", "--status", "pending"], "Use one of: done, failed, dead"),
-        (["outbox_purge", "--status", "dead"], "Say how old dead events"),
+        (["outbox_purge", "--status", "dead"], "Say how old dead rows"),
         (["outbox_purge", "--older-than", "soon"], "Write a number and a unit: 90s, 15m, 6h, 7d or 2w"),
         (["outbox_purge", "--older-than", "-5"], "'-5' is not a duration"),
         (["outbox_status", "--fail-over", "5y"], "Write a number and a unit"),
@@ -295,17 +295,18 @@ def test_purge_removes_done_events_past_their_retention() -> None:
 
 def test_purge_removes_other_events_only_when_told_how_old() -> None:
     insert("failed", 2)
-    assert json.loads(run("outbox_purge", "--status", "failed", "--older-than", "1d", "--json")) == {
+    arguments = ["--queue", "events", "--status", "failed", "--older-than", "1d", "--json"]
+    assert json.loads(run("outbox_purge", *arguments)) == {
         "purged": 2,
         "status": "failed",
-        "older_than_seconds": 86_400.0,
+        "queues": {"events": {"purged": 2, "older_than_seconds": 86_400.0}},
     }
 
 
 def test_purge_without_a_retention_asks_for_an_age(settings: Any) -> None:
     settings.OUTBOX = {"EVENTS": {"RETENTION_SECONDS": None}}
     with pytest.raises(CommandError, match="kept for ever"):
-        run("outbox_purge")
+        run("outbox_purge", "--queue", "events")
 
 
 def test_purge_asks_before_it_deletes_what_was_never_delivered(answers: Callable[[str], list[str]]) -> None:

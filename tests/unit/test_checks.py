@@ -224,6 +224,36 @@ def test_a_listen_dsn_on_sqlite_is_a_warning(add_database: AddDatabase) -> None:
     assert on_events(LISTEN_DSN="host=db") == ["django_outbox.W012"]
 
 
-def test_this_file_has_a_test_for_every_check() -> None:
-    text = Path(__file__).read_text()
+def test_there_is_a_test_for_every_check() -> None:
+    mail = Path(__file__).parent.parent / "mail" / "test_checks.py"
+    text = Path(__file__).read_text() + mail.read_text()
     assert [name for name in MEANINGS if f'{name}"' not in text] == []
+
+
+# --- webhooks
+
+
+def test_a_webhook_lease_that_does_not_cover_a_request_is_an_error() -> None:
+    (message,) = found(WEBHOOKS={"LEASE_SECONDS": 64, "TIMEOUT_SECONDS": 30})
+    assert message.id == "django_outbox.E031"
+    assert "65" in str(message.hint)
+    assert found(WEBHOOKS={"LEASE_SECONDS": 65, "TIMEOUT_SECONDS": 30}) == []
+
+
+def test_webhooks_without_their_extra_are_an_error_once_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(BUILTIN_HANDLERS=["webhook-fanout"]) == []
+    monkeypatch.setattr("django_outbox.checks.find_spec", lambda name: None)
+    assert [message.id for message in found(BUILTIN_HANDLERS=["webhook-fanout"])] == ["django_outbox.E030"]
+    assert found() == []
+
+
+def test_a_missing_file_of_authorities_is_an_error(tmp_path: Path) -> None:
+    (message,) = found(WEBHOOKS={"CA_BUNDLE": str(tmp_path / "missing.pem")})
+    assert message.id == "django_outbox.E032"
+
+
+@pytest.mark.parametrize("network", ["0.0.0.0/0", "::/0"])
+def test_a_network_that_opens_everything_is_warned_of(network: str) -> None:
+    (message,) = found(WEBHOOKS={"ALLOW_NETWORKS": [network]})
+    assert message.id == "django_outbox.W030"
+    assert found(WEBHOOKS={"ALLOW_NETWORKS": ["10.0.0.0/8"]}) == []

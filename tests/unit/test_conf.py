@@ -163,3 +163,32 @@ def test_the_runtime_refuses_what_the_checks_refuse() -> None:
         pytest.raises(InvalidSettings, match=r'OUTBOX\["EVENTS"\]\["LEASE"\] is not a setting. Did you mean'),
     ):
         get_settings()
+
+
+@pytest.mark.parametrize(
+    ("value", "id_", "words"),
+    [
+        ({"ALLOW_NETWORKS": "10.0.0.0/8"}, "E002", "a list of networks, not str"),
+        ({"ALLOW_NETWORKS": ["10.0.0.1/8"]}, "E003", '["ALLOW_NETWORKS"][0] is not a network'),
+        ({"DENY_NETWORKS": ["example.com"]}, "E003", '["DENY_NETWORKS"][0] is not a network'),
+        ({"ALLOW_PORTS": [443, "80"]}, "E002", '["ALLOW_PORTS"][1] must be a whole number'),
+        ({"ALLOW_PORTS": [0]}, "E003", "it must lie between 1 and 65,535"),
+        ({"PERMANENT_STATUSES": [500]}, "E003", "it must lie between 400 and 499"),
+        ({"SECRET_KEYS": [b"x"]}, "E002", '["SECRET_KEYS"][0] must be a string, not bytes'),
+        ({"SECRET_KEYS": [""]}, "E003", '["SECRET_KEYS"][0] is empty'),
+        ({"ALLOW_HTTP": 1}, "E002", "must be True or False"),
+    ],
+)
+def test_the_items_of_a_list_are_checked_one_by_one(value: dict[str, Any], id_: str, words: str) -> None:
+    (problem,) = problems({"WEBHOOKS": value})
+    assert problem.id == id_
+    assert words in problem.message
+
+
+def test_the_defaults_of_the_webhook_queue() -> None:
+    with override_settings(OUTBOX={"WEBHOOKS": {"ALLOW_PORTS": [443], "SECRET_KEYS": ["a", "b"]}}):
+        settings = get_settings().webhooks
+    assert settings.schedule == Schedule(max_attempts=4, base=30, cap=3_600, replay_every=21_600, replay_for=604_800)
+    assert (settings.lease_seconds, settings.timeout_seconds, settings.allow_http) == (330, 30, False)
+    assert (settings.allow_ports, settings.secret_keys) == ((443,), ("a", "b"))
+    hash(settings)

@@ -8,19 +8,20 @@ from django.core.management.base import CommandError, CommandParser
 
 from django_outbox import events
 from django_outbox.lease import RETRYABLE, rename_handler, retry
-from django_outbox.management.verbs import OutboxCommand, add_selection, check_filters, event_ids, positive
+from django_outbox.management.verbs import OutboxCommand, add_selection, check_filters, positive, row_ids
 
 
 class Command(OutboxCommand):
     """Retry events."""
 
     help = """\
-Give events a new life: due now, attempts back to zero, rejections cleared.
+Give rows of a queue, events by default, a new life: due now, attempts back to zero,
+rejections cleared.
 
-What was delivered is not run again; what was discarded stays discarded. Events that
-a relay is working on are left alone and counted. Say which events: by id, by a
+What was delivered is not run again; a handler's delivery that was discarded stays so.
+Rows that a relay is working on are left alone and counted. Say which: by id, by a
 filter, or --all. Without --status, ids are taken in any status that can be retried,
-filters and --all take dead and failed events."""
+filters and --all take dead and failed rows."""
 
     examples = """\
 examples:
@@ -38,7 +39,7 @@ examples:
             parser,
             status=RETRYABLE,
             handler="only events that are owed to this handler",
-            everything="all dead and failed events",
+            everything="all dead and failed rows",
         )
         parser.add_argument(
             "--rename-handler",
@@ -49,20 +50,22 @@ examples:
     def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Run the verb and report."""
         queue, using = self.place(options)
-        ids = event_ids(options["ids"]) or None
+        ids = row_ids(options["ids"]) or None
         status, type_, handler = options["status"], options["type"], options["handler"]
         renaming = options["rename_handler"]
+        if renaming and not queue.handlers:
+            raise CommandError(f"--rename-handler is about events; the queue {queue.name} has no handlers.")
         allowed = (*RETRYABLE, "pending") if renaming else RETRYABLE
-        check_filters(status=status or (), allowed=allowed, type=type_, handler=handler)
+        check_filters(queue, status=status or (), allowed=allowed, type=type_, handler=handler)
         limit = positive("--limit", options["limit"])
         if not (ids or status or type_ or handler or renaming or options["everything"]):
             raise CommandError(
-                "Say which events: ids, a filter (--status dead, --type TYPE, --handler NAME), or --all for every"
+                "Say which rows: ids, a filter (--status dead, --type TYPE, --handler NAME), or --all for every"
                 " dead and failed one. `outbox_status` shows what there is."
             )
         if options["everything"] and ids:
             raise CommandError("Give ids or --all, not both.")
-        with self.progress(options) as progress:
+        with self.progress(queue, options) as progress:
             if renaming:
                 old, new = _names(renaming)
                 if type_ or handler:
@@ -83,14 +86,14 @@ examples:
                     progress=progress,
                 )
                 done = "Retried {rows}, due now."
-        self.say_report(report, done, options)
+        self.say_report(queue, report, done, options)
 
 
 def _names(text: str) -> tuple[str, str]:
     old, _, new = text.partition("=")
     if not old or not new:
         raise CommandError(f"{text!r} names no rename. Write --rename-handler OLD=NEW.")
-    check_filters(handler=old)
+    check_filters(events.EVENTS, handler=old)
     known = [handler.name for handler in events.registry.handlers()]
     if new not in known:
         raise CommandError(

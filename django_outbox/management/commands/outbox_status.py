@@ -27,25 +27,26 @@ examples:
   manage.py outbox_status --json
   manage.py outbox_status --fail-over 5m || page-somebody"""
 
+    default_queue = None
     json_help = "figures as one JSON object: {database, queues: {events: {...}}}"
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the arguments."""
         super().add_arguments(parser)
         parser.add_argument(
-            "--fail-over", metavar="DURATION", help="exit with 1 when the oldest due event is older: 30s, 5m, 1h"
+            "--fail-over", metavar="DURATION", help="exit with 1 when the oldest due row is older: 30s, 5m, 1h"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:  # noqa: ARG002  the signature is Django's
         """Look and print."""
-        queue, using = self.place(options)
+        queues, using = self.places(options)
         bound = None if options["fail_over"] is None else duration_seconds(options["fail_over"])
-        found = backlog(queue, using=using)
+        found = [backlog(queue, using=using) for queue in queues]
         if options["as_json"]:
-            self.stdout.write(json.dumps({"database": using, "queues": {queue.name: found.as_dict()}}))
+            self.stdout.write(json.dumps({"database": using, "queues": {each.queue: each.as_dict() for each in found}}))
         else:
-            self.stdout.write("\n".join(_page(found, using)))
-        if bound is not None and found.oldest_due_seconds > bound:
+            self.stdout.write("\n\n".join("\n".join(_page(each, using)) for each in found))
+        if bound is not None and any(each.oldest_due_seconds > bound for each in found):
             sys.exit(1)
 
 
@@ -53,13 +54,14 @@ def _page(found: Backlog, using: str) -> list[str]:
     def number(value: int) -> str:
         return f"{found.counted_to:,}+" if value >= found.counted_to else f"{value:,}"
 
+    named = "" if found.queue == "events" else f" --queue {found.queue}"
     oldest = f"the oldest for {_age(found.oldest_due_seconds)}" if found.due else ""
     rows = [
         ("due now", found.due, oldest),
         ("in flight", found.leased, "held by a relay" if found.leased else ""),
         ("pending", found.pending, "new, delivered in order" if found.pending else ""),
         ("waiting", found.waiting, "delayed, retrying or parked: they come by themselves" if found.waiting else ""),
-        ("dead", found.dead, "look: outbox admin, then outbox_retry --status dead" if found.dead else ""),
+        ("dead", found.dead, f"look: outbox admin, then outbox_retry{named} --status dead" if found.dead else ""),
         (
             "failed",
             found.failed,

@@ -5,7 +5,7 @@ document.addEventListener("submit", (event) => {
   if (form.id !== "changelist-form") return;
   const verb = form.querySelector('select[name="action"]');
   if (!verb || verb.value !== "discard") return;
-  if (!window.confirm("Discard the selected events for good? What they still owe is never delivered, also after a retry.")) {
+  if (!window.confirm("Discard the selected rows for good? What they still owe is never delivered.")) {
     event.preventDefault();
   }
 });

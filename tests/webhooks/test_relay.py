@@ -1,0 +1,151 @@
+"""The webhook queue in a running relay: committed rows, real threads, real local servers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_outbox import emit_event
+from django_outbox import lease as engine
+from django_outbox.handlers import register_builtin_handlers
+from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
+from django_outbox.webhooks import WebhookWork, store
+from tests.concurrency.helpers import eventually, running_relay
+from tests.webhooks.conftest import MakeEndpoint
+from tests.webhooks.servers import Request, Server, answer, silent_port
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def owe(endpoint_id: Any, count: int) -> None:
+    """Queue deliveries for one endpoint."""
+    with transaction.atomic():
+        for _ in range(count):
+            store.insert_deliveries(
+                event_id=engine.new_id(),
+                event_type="order.placed",
+                patterns=(),
+                organization_id="",
+                body="{}",
+                quiet=False,
+                using="default",
+                endpoint_id=endpoint_id,
+            )
+
+
+def test_an_event_becomes_a_delivery_and_arrives(receiver: Server, endpoint_for: MakeEndpoint, settings: Any) -> None:
+    endpoint_for(receiver, event_types=["order.*"])
+    settings.OUTBOX = {**settings.OUTBOX, "BUILTIN_HANDLERS": ["webhook-fanout"]}
+    register_builtin_handlers()
+    with running_relay() as running:
+        with transaction.atomic():
+            id_ = emit_event("order.placed", {"total": 1.0}, organization_id="acme")
+            emit_event("user.created")
+        (request,) = receiver.wait_for(1)
+        running.wait_for(done=3)
+    assert json.loads(request.body)["data"] == {"total": 1.0}
+    assert request.header("webhook-id") == str(id_)
+    assert list(OutboxEvent.objects.get(pk=id_).deliveries) == ["webhook-fanout"]
+    assert len(receiver.requests) == 1
+
+
+def test_no_more_requests_are_under_way_at_an_endpoint_than_its_cap(
+    receiver: Server, endpoint_for: MakeEndpoint
+) -> None:
+    """The receiver holds every request until the third has been counted, and notes how many it holds at once."""
+    endpoint = endpoint_for(receiver, webhooks={"ENDPOINT_CONCURRENCY": 3})
+    lock, held, most = threading.Lock(), 0, 0
+    full = threading.Event()
+
+    def behave(connection: socket.socket, request: Request) -> None:
+        nonlocal held, most
+        with lock:
+            held += 1
+            most = max(most, held)
+            if held == 3:
+                full.set()
+        full.wait(10)
+        with lock:
+            held -= 1
+        answer(200)(connection, request)
+
+    receiver.behaviour = behave
+    owe(endpoint.pk, 12)
+    with running_relay(threads=16) as running:
+        running.wait_for(done=12)
+    assert most == 3
+    assert WebhookAttempt.objects.count() == 12
+
+
+def test_a_silent_endpoint_does_not_keep_its_neighbours_waiting(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, settings: Any
+) -> None:
+    healthy, stalled = endpoint_for(receiver), endpoint_for(receiver)
+    with silent_port() as port:
+        WebhookEndpoint.objects.filter(pk=stalled.pk).update(url=f"http://127.0.0.1:{port}/")
+        webhooks = settings.OUTBOX["WEBHOOKS"]
+        settings.OUTBOX = {
+            "WEBHOOKS": {**webhooks, "ALLOW_PORTS": [*webhooks["ALLOW_PORTS"], port], "TIMEOUT_SECONDS": 2.0}
+        }
+        owe(stalled.pk, 200)
+        with running_relay(threads=8) as running:
+            eventually(lambda: len(work._loads) == 1)
+            for number in range(10):
+                began = time.monotonic()
+                owe(healthy.pk, 1)
+                receiver.wait_for(number + 1)
+                assert time.monotonic() - began < 1
+            running.wait_for(done=10)
+            under_way = sum(len(load.started) for load in work._loads.values())
+        assert under_way <= 4
+
+
+def test_what_a_pause_holds_back_is_sent_when_it_ends(receiver: Server, endpoint_for: MakeEndpoint) -> None:
+    endpoint = endpoint_for(receiver)
+    receiver.behaviour = answer(503, "Retry-After: 1")
+    owe(endpoint.pk, 1)
+    with running_relay() as running:
+        running.wait_for(waiting=1)
+        receiver.behaviour = answer(200)
+        owe(endpoint.pk, 1)
+        running.wait_for(done=1, seconds=20)
+    requests = receiver.wait_for(2)
+    assert len(requests) == 2
+    assert WebhookDelivery.objects.filter(status="done", attempts=1).count() == 1
+
+
+def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all the work at its cap or paused, the claim loop must not spin."""
+    endpoint = endpoint_for(receiver)
+    release = threading.Event()
+
+    def behave(connection: socket.socket, request: Request) -> None:
+        release.wait(10)
+        answer(200)(connection, request)
+
+    receiver.behaviour = behave
+    owe(endpoint.pk, 50)
+    looks = 0
+    turns = store.turns
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return turns(*args, **options)
+
+    monkeypatch.setattr(store, "turns", counted)
+    with running_relay(threads=8) as running:
+        receiver.wait_for(4)
+        before = looks
+        threading.Event().wait(0.5)
+        assert looks - before <= 3
+        release.set()
+        running.wait_for(done=50)
