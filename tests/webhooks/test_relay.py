@@ -17,7 +17,7 @@ from django_outbox.handlers import register_builtin_handlers
 from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks import WebhookWork, store
 from tests.concurrency.helpers import eventually, running_relay
-from tests.webhooks.conftest import MakeEndpoint
+from tests.webhooks.conftest import MakeEndpoint, prove
 from tests.webhooks.servers import Request, Server, answer, silent_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -76,6 +76,7 @@ def test_no_more_requests_are_under_way_at_an_endpoint_than_its_cap(
         answer(200)(connection, request)
 
     receiver.behaviour = behave
+    prove(endpoint)
     owe(endpoint.pk, 12)
     with running_relay(threads=16) as running:
         running.wait_for(done=12)
@@ -95,15 +96,41 @@ def test_a_silent_endpoint_does_not_keep_its_neighbours_waiting(
         }
         owe(stalled.pk, 200)
         with running_relay(threads=8) as running:
-            eventually(lambda: len(work._loads) == 1)
+            eventually(lambda: len(work.turns._loads) == 1)
             for number in range(10):
                 began = time.monotonic()
                 owe(healthy.pk, 1)
                 receiver.wait_for(number + 1)
                 assert time.monotonic() - began < 1
+            assert len(work.turns._loads[stalled.pk].started) == 1
             running.wait_for(done=10)
-            under_way = sum(len(load.started) for load in work._loads.values())
-        assert under_way <= 4
+
+
+def test_silent_endpoints_together_leave_threads_to_those_that_answer(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, settings: Any
+) -> None:
+    """Twelve endpoints that were quick and are silent now, with work for all threads many times over."""
+    healthy, *stalled = [endpoint_for(receiver) for _ in range(13)]
+    for endpoint in (healthy, *stalled):
+        prove(endpoint)
+    with silent_port() as port:
+        silent = WebhookEndpoint.objects.exclude(pk=healthy.pk)
+        # What a relay learns of them in its first seconds.
+        silent.update(url=f"http://127.0.0.1:{port}/", streak=3)
+        webhooks = settings.OUTBOX["WEBHOOKS"]
+        settings.OUTBOX = {
+            "WEBHOOKS": {**webhooks, "ALLOW_PORTS": [*webhooks["ALLOW_PORTS"], port], "TIMEOUT_SECONDS": 2.0}
+        }
+        for endpoint in stalled:
+            owe(endpoint.pk, 10)
+        with running_relay(threads=8) as running:
+            eventually(lambda: len(work.turns._loads) == 4)
+            for number in range(5):
+                began = time.monotonic()
+                owe(healthy.pk, 1)
+                receiver.wait_for(number + 1)
+                assert time.monotonic() - began < 1
+            running.wait_for(done=5)
 
 
 def test_what_a_pause_holds_back_is_sent_when_it_ends(receiver: Server, endpoint_for: MakeEndpoint) -> None:
@@ -132,6 +159,7 @@ def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
         answer(200)(connection, request)
 
     receiver.behaviour = behave
+    prove(endpoint)
     owe(endpoint.pk, 50)
     looks = 0
     turns = store.turns
