@@ -29,6 +29,9 @@ WORKLOADS = (
     "fanout",
     "idle",
     "memory",
+    "mail_enqueue",
+    "mail_send",
+    "mail_memory",
     "webhooks",
     "hook_fanout",
     "hook_fairness",
@@ -106,12 +109,12 @@ def main() -> int:
     with server():
         django.setup()
         # These use models, and the settings the server's URL.
-        from tests.benchmarks import draining, hooks, waiting, writing
+        from tests.benchmarks import draining, hooks, mailing, waiting, writing
         from tests.benchmarks.harness import Bench, databases, progress
 
         functions = {
             name: function
-            for module in (writing, draining, waiting, hooks)
+            for module in (writing, draining, waiting, mailing, hooks)
             for name, function in vars(module).items()
             if name in WORKLOADS
         }
