@@ -19,7 +19,7 @@ from django_outbox.conf import WebhookSettings, get_settings
 from django_outbox.delivery import LeaseLost, Result, SingleRun, Work
 from django_outbox.errors import InvalidSettings, UnsafeURL, clean_error, clean_text
 from django_outbox.webhooks import store
-from django_outbox.webhooks.endpoints import custom_headers, secrets_in_force
+from django_outbox.webhooks.box import custom_headers, secrets_in_force
 from django_outbox.webhooks.guard import LOOKUP_SECONDS, LookupFailed, judged_url, look_up, shown_url
 from django_outbox.webhooks.health import End, Notice, after, retry_after_seconds
 from django_outbox.webhooks.signing import sign

@@ -12,7 +12,7 @@ from django_outbox.events import registry
 from django_outbox.models import WebhookEndpoint
 from django_outbox.relay.queues import WORK
 from django_outbox.webhooks import WebhookWork, create_endpoint
-from django_outbox.webhooks.endpoints import unseal
+from django_outbox.webhooks.box import unseal
 from tests.webhooks.servers import Server
 
 MakeEndpoint = Callable[..., WebhookEndpoint]

@@ -669,6 +669,27 @@ def test_the_attempt_is_written_before_the_request_is_made(
     assert attempts()[0].finished_at is not None
 
 
+def test_a_request_whose_process_died_is_an_attempt_with_an_unknown_end_and_is_made_again(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork
+) -> None:
+    endpoint_for(receiver)
+    fan_out(event())
+    run = work.start(claim_one(work), using="default")
+    step = run.next_step()
+    assert step is not None
+    run.invoke(step, timeout=45)
+    work.landed([run.lease])  # and nobody settles it
+    with travel(seconds=331):
+        assert send() == {"done": 1}
+    assert [(each.number, each.reason, each.finished_at is None) for each in attempts()] == [
+        (1, "", True),
+        (2, "delivered", False),
+    ]
+    first, second = receiver.requests
+    assert first.header("webhook-id") == second.header("webhook-id")
+    assert first.body == second.body
+
+
 # --- what must not be seen
 
 

@@ -16,7 +16,8 @@ from django_outbox import lease as engine
 from django_outbox.handlers import register_builtin_handlers
 from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks import WebhookWork, store
-from tests.concurrency.helpers import eventually, running_relay
+from tests.concurrency.helpers import ended, eventually, running_relay
+from tests.conftest import StartPython
 from tests.webhooks.conftest import MakeEndpoint, prove
 from tests.webhooks.servers import Request, Server, answer, silent_port
 
@@ -177,3 +178,26 @@ def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
         assert looks - before <= 3
         release.set()
         running.wait_for(done=50)
+
+
+def test_a_delivery_whose_process_died_before_is_made_in_a_child_process(
+    receiver: Server, endpoint_for: MakeEndpoint, start_python: StartPython
+) -> None:
+    """What it means for attempt and endpoint comes back over the pipe, and is written with the settle."""
+    endpoint = endpoint_for(receiver)
+    receiver.behaviour = answer(429, "Retry-After: 600")
+    owe(endpoint.pk, 1)
+    WebhookDelivery.objects.update(lost_leases=1)
+    process = start_python(
+        *("-m", "django", "run_outbox", "--drain", "--queue", "webhooks"),
+        DJANGO_SETTINGS_MODULE="tests.webhooks.field_settings",
+        TEST_WEBHOOK_PORTS=str(receiver.port),
+    )
+    code, said = ended(process, seconds=60)
+    assert code == 0, said
+    row = WebhookDelivery.objects.get()
+    assert (row.status, row.reason, row.lost_leases) == ("waiting", "http_429", 0), said
+    attempt = WebhookAttempt.objects.get()
+    assert (attempt.http_status, attempt.finished_at is None) == (429, False)
+    endpoint.refresh_from_db()
+    assert (endpoint.failed_total, endpoint.paused_until is None) == (1, False)

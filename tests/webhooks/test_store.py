@@ -16,7 +16,7 @@ from django_outbox import lease as engine
 from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.testing import drain
 from django_outbox.webhooks import WebhookWork, create_endpoint, disable_endpoint, fan_out, rotate_secret, store
-from django_outbox.webhooks.endpoints import secrets_in_force, unseal
+from django_outbox.webhooks.box import secrets_in_force, unseal
 from django_outbox.webhooks.health import End
 from tests.concurrency.helpers import together
 from tests.webhooks.conftest import MakeEndpoint, secret_of
