@@ -153,12 +153,10 @@ class WebhookRun(SingleRun):
         }
 
     def _not_found(self, error: LookupFailed) -> Result:
-        """Park the delivery: no request was made, so no attempt is spent, up to a bound."""
+        """Park the delivery, since no request was made and no attempt is spent; up to a bound, then it has failed."""
         self._work.turns.not_found(self._endpoint_id)
-        spent = self.lease.age_now >= LOOKUP_FOR_SECONDS
-        return WebhookResult(
-            clean_error(str(error)), outcome=engine.Park(spent=spent), columns={"reason": "lookup_failed"}
-        )
+        outcome = engine.Park(spent=False) if self.lease.age_now < LOOKUP_FOR_SECONDS else None
+        return WebhookResult(clean_error(str(error)), outcome=outcome, columns={"reason": "lookup_failed"})
 
     def _verdict(self, attempt_id: UUID, answer: Answer, confidential: Sequence[str]) -> Result:
         """Return what an answer, or the want of one, means for delivery, attempt and endpoint."""
@@ -228,7 +226,9 @@ def _hidden(text: str, confidential: Sequence[str]) -> str:
 def _private_parts(url: str) -> list[str]:
     """Return what a URL holds beside its host, which for many receivers is the password."""
     parts = urlsplit(url)
-    return [url, parts.query, *(segment for segment in parts.path.split("/") if len(segment) > 4)]
+    # A plain word is none, and stands in many an answer.
+    words = [each for each in parts.path.split("/") if len(each) > 4 and not (each.isalpha() and each.islower())]
+    return [url, parts.query, *words]
 
 
 def _as_uuid(value: Any) -> UUID:

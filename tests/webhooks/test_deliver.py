@@ -296,10 +296,13 @@ def test_a_name_that_is_never_found_does_not_retry_for_ever(
     endpoint_for(receiver, url=f"http://hook.test:{receiver.port}/in")
     resolve(monkeypatch, AGAIN)
     fan_out(event())
-    for hours, status in ((0, "waiting"), (5, "waiting"), (7, "dead"), (30, "dead"), (24 * 8, "dead")):
+    # For six hours it costs nothing; then come its four attempts, and the replays.
+    steps = [(0, 0), (5, 0), (7, 1), (8, 2), (9, 3), (10, 4), (30, 5), (24 * 8, 6)]
+    for hours, charged in steps:
         work.turns.forget_holds()
         with travel(hours=hours):
-            assert send() == {status: 1}, hours
+            assert send() == {"dead" if charged >= 4 else "waiting": 1}, hours
+            assert the_delivery().attempts == charged
     assert the_delivery().due_at is None
     assert attempts() == []
     assert [each.payload["reason"] for each in announcements()] == ["lookup_failed"]
