@@ -6,6 +6,7 @@ Settings of the example project: SQLite out of the box, PostgreSQL with ``DATABA
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django_outbox",
     "example_project.accounts",
+    "example_project.receiver",
 ]
 
 MIDDLEWARE = [
@@ -103,6 +105,8 @@ EMAIL_SUBJECT_PREFIX = "[example] "
 
 # The built-in receiver of webhooks is on this machine, without TLS. Neither is for production.
 RECEIVER_PORT = env.int("RECEIVER_PORT", default=8000)
+# What links in mails begin with: a relay has no request to take it from.
+SITE_URL = env.str("SITE_URL", default=f"http://127.0.0.1:{RECEIVER_PORT}")
 # How often the pretend token service turns a request away before it takes it.
 TOKEN_SERVICE_REFUSALS = env.int("TOKEN_SERVICE_REFUSALS", default=0)
 
@@ -110,15 +114,17 @@ TOKEN_SERVICE_REFUSALS = env.int("TOKEN_SERVICE_REFUSALS", default=0)
 _IMPATIENT: dict[str, Any] = {"MAX_ATTEMPTS": 3, "RETRY_BASE_SECONDS": 0.5, "RETRY_CAP_SECONDS": 2}
 OUTBOX: dict[str, Any] = {
     "BUILTIN_HANDLERS": ["audit-log", "webhook-fanout", "notification-fanout", "operator-alert"],
+    # A TransactionTestCase empties every table, on SQLite row by row, which the protection would refuse.
+    "AUDIT_PROTECT": "test" not in sys.argv,
     "ALERT_EMAILS": ["operators@example.com"],
     "ALERT_WINDOW_SECONDS": 30,
     "EVENTS": {**_IMPATIENT, "LEASE_SECONDS": env.float("OUTBOX_LEASE_SECONDS", default=60.0)},
     "EMAIL": _EMAIL,
     "WEBHOOKS": {
         **_IMPATIENT,
-        "ALLOW_HTTP": True,
-        "ALLOW_NETWORKS": ["127.0.0.0/8"],
-        "ALLOW_PORTS": [RECEIVER_PORT],
+        "ALLOW_HTTP": DEBUG,
+        "ALLOW_NETWORKS": ["127.0.0.1"] if DEBUG else [],
+        "ALLOW_PORTS": [443, RECEIVER_PORT] if DEBUG else [443],
     },
 }
 

@@ -14,6 +14,7 @@ from django_outbox.admin.builtins import AuditEntryAdmin, NotificationAdmin, Ope
 from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
 from django_outbox.admin.tasks import OutboxTaskAdmin
+from django_outbox.admin.webhooks import WebhookDeliveryAdmin, WebhookEndpointAdmin
 
 __all__ = [
     "AuditEntryAdmin",
@@ -22,4 +23,6 @@ __all__ = [
     "OutboxEmailAdmin",
     "OutboxEventAdmin",
     "OutboxTaskAdmin",
+    "WebhookDeliveryAdmin",
+    "WebhookEndpointAdmin",
 ]

@@ -29,6 +29,7 @@ from django_outbox.relay.isolator import COROUTINE_GRACE_SECONDS
 logger = logging.getLogger("django_outbox.relay")
 
 IN_FLIGHT_LIMIT: Final = 1_500
+CLOGGED_SECONDS: Final = 1.0
 _T = TypeVar("_T")
 
 
@@ -91,6 +92,8 @@ class Lane:
         """Before this moment a wake-up is not answered."""
         self.empty = 0
         """Looks in a row that found nothing."""
+        self.ask_only = False
+        """Whether the next look needs no claim, only the next due time."""
         self.spare_until = 0.0
         """Until this moment, leases of others that ran out are left alone."""
         # The settler's.
@@ -149,6 +152,16 @@ class Lane:
         """Learn from rows that ended how long one takes."""
         mean = sum(flight.elapsed for flight, _ in ended) / len(ended)
         self.row_seconds += (mean - self.row_seconds) * min(1.0, len(ended) / 50)
+
+    def is_clogged(self, now: float) -> bool:
+        """Return whether rows are ready, and all threads have been at one step each for longer than rows may wait."""
+        return bool(self.ready) and all(
+            slot.flight is not None and now - slot.started > CLOGGED_SECONDS for slot in list(self._slots)
+        )
+
+    def note_slow(self) -> None:
+        """Learn from rows that had to be given back unstarted: no more than there are threads, until rows end again."""
+        self.row_seconds = max(self.row_seconds, self.work.prefetch_seconds)
 
     # --- the handler threads
 
@@ -251,7 +264,7 @@ class Lane:
                     f" and did not return within {stuck_seconds:g} s more"
                 )
                 flight.run.finish(step, Result(text))
-                self._all.close(flight, at_once=False)  # the watch waits for no database
+                self._all.close(flight)
         return len(self.stuck) > self.threads
 
     def _abandon(self, slot: Slot) -> None:
@@ -273,3 +286,4 @@ class Lane:
         )
         # The row's other steps go on in the thread that takes this one's place.
         self._add_thread(flight)
+        self._all.thread_freed(self)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -172,10 +173,11 @@ def check_url(url: str) -> str:
 
     :raises UnsafeURL: with a reason that does not quote the URL.
     """
-    return _rebuilt(url, get_settings().webhooks)
+    return judged_url(url, get_settings().webhooks)
 
 
-def _rebuilt(url: object, settings: WebhookSettings) -> str:
+def judged_url(url: object, settings: WebhookSettings) -> str:
+    """Return the URL rebuilt, as `check_url` does, under given settings."""
     if not isinstance(url, str) or not url or len(url) > URL_LIMIT:
         raise UnsafeURL(f"A webhook URL is a text of 1 to {URL_LIMIT} characters.")
     # Before anything is parsed: urlsplit deletes some of these, and parsers differ about others.
@@ -306,6 +308,7 @@ def _answers(host: str, port: int, seconds: float, resolver: GetAddrInfo) -> tup
     found: list[tuple[str, ...]] = []
     errors: list[Exception] = []
     finished = threading.Event()
+    deadline = time.monotonic() + seconds
     if not _lookups.acquire(timeout=seconds):
         raise LookupFailed("too many look-ups are under way")
 
@@ -324,7 +327,7 @@ def _answers(host: str, port: int, seconds: float, resolver: GetAddrInfo) -> tup
     except RuntimeError:
         _lookups.release()
         raise LookupFailed("no thread could be started") from None
-    if not finished.wait(seconds):
+    if not finished.wait(max(0.0, deadline - time.monotonic())):
         raise LookupFailed(f"the look-up took longer than {seconds:g} s")
     if not errors:
         return found[0]

@@ -47,23 +47,11 @@ class TokenRequest(models.Model):
         return f"{self.idempotency_key} #{self.attempt}: {'accepted' if self.accepted else 'refused'}"
 
 
-class ReceiverSecret(models.Model):
-    """The secret that a webhook endpoint's owner was shown, kept by the built-in receiver."""
+class ConfirmedEmail(models.Model):
+    """That somebody with access to the mailbox opened the link in the welcome mail."""
 
-    endpoint_id = models.UUIDField(primary_key=True)
-    secret = models.CharField(max_length=128)
-
-    def __str__(self) -> str:
-        return str(self.endpoint_id)
-
-
-class ReceivedWebhook(models.Model):
-    """A webhook that reached the built-in receiver, once: a repeat has the same id."""
-
-    webhook_id = models.CharField(max_length=64, unique=True)
-    type = models.CharField(max_length=128)
-    times = models.PositiveIntegerField(default=1)
-    received_at = models.DateTimeField(auto_now_add=True)
+    user = models.OneToOneField(User, on_delete=models.CASCADE)
+    confirmed_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:
-        return f"{self.type} {self.webhook_id}"
+        return f"{self.user}: {self.confirmed_at}"

@@ -17,27 +17,39 @@ from django_outbox import Event, on_event
 from django_outbox.mail import enqueue_email
 from django_outbox.notifications import NewNotification, notifies
 from example_project.accounts import tokens
+from example_project.accounts.confirmation import confirmation_link
 
 
-@on_event("user.created", name="welcome-email")
-def send_welcome_email(event: Event) -> None:
+@on_event("user.created", name="welcome-email", atomic=True)
+def queue_welcome_email(event: Event) -> None:
     """
-    Queue one welcome mail.
+    Queue one welcome mail, with a link that confirms the address.
 
-    The idempotency key is unique among queued mails: run again, this finds the row of the
-    first run and writes nothing. Sending is the queue's business, with retries of its own.
+    The mail is a row of the email queue, so ``atomic=True`` queues it exactly once, and
+    the idempotency key would do so by itself. The relay then sends it, and tries again for
+    as long as the mail server is down. Once the link has expired, a mail that is still
+    waiting is not sent any more. What it says is removed when it is sent: nobody finds a
+    working link in the database.
     """
+    link, expires_at = confirmation_link(event.payload["user_id"])
     message = EmailMessage(
         subject="Welcome",
-        body=f"Hello {event.payload['username']},\n\nyour account is ready.\n",
+        body=f"Hello {event.payload['username']},\n\nplease confirm your address: {link}\n",
         to=[event.payload["email"]],
     )
-    enqueue_email(message, idempotency_key=event.idempotency_key)
+    enqueue_email(
+        message, idempotency_key=event.idempotency_key, priority="urgent", expires_at=expires_at, sensitive=True
+    )
 
 
 @on_event("user.password_changed", name="security-email")
 def send_security_email(event: Event) -> None:
-    """Queue one mail that says that the password was changed; else as the welcome mail, but before others."""
+    """
+    Queue one mail that says that the password was changed.
+
+    The idempotency key is unique among queued mails: run again, this finds the row of the
+    first run and writes nothing.
+    """
     message = EmailMessage(
         subject="Your password was changed",
         body=f"Hello {event.payload['username']},\n\nif this was not you, write to us at once.\n",

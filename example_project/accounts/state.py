@@ -10,8 +10,10 @@ from django.db.models import Q
 from django.urls import NoReverseMatch, reverse
 
 from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, WebhookDelivery
-from example_project.accounts import receiver, tokens
-from example_project.accounts.models import ReceivedWebhook, Switch, Token
+from example_project.accounts import tokens
+from example_project.accounts.models import Switch, Token
+from example_project.receiver import views as receiver
+from example_project.receiver.models import ReceivedWebhook
 
 SHOWN: Final = 8
 SWITCHES: Final = (tokens.SWITCH, receiver.SWITCH)
@@ -23,21 +25,21 @@ def state() -> dict[str, Any]:
     failing = set(Switch.objects.filter(failing=True).values_list("name", flat=True))
     events = OutboxEvent.objects.exclude(_OURS).order_by("-id")[:SHOWN]
     announced = OutboxEvent.objects.filter(_OURS).order_by("-id")[:SHOWN]
-    received = dict(ReceivedWebhook.objects.order_by("-id").values_list("webhook_id", "times")[:100])
+    received = set(ReceivedWebhook.objects.order_by("-id").values_list("webhook_id", flat=True)[:100])
     names = {str(pk): name for pk, name in User.objects.order_by("-pk").values_list("pk", "username")[:500]}
     return {
         "switches": {name: name in failing for name in SWITCHES},
         "events": [_event(row) for row in events],
         "announced": [_event(row) for row in announced],
         "mails": [
-            {"what": row.subject, "whom": row.recipient, "status": row.status, "url": _admin(row)}
+            {"what": _mail(row), "whom": row.recipient, "status": row.status, "url": _admin(row)}
             for row in OutboxEmail.objects.order_by("-id")[:SHOWN]
         ],
         "webhooks": [
             {
                 "what": row.event_type,
                 "status": row.status,
-                "note": _webhook_note(row, received.get(str(row.event_id), 0)),
+                "note": "received" if str(row.event_id) in received else row.last_error,
                 "url": _admin(row),
             }
             for row in WebhookDelivery.objects.order_by("-id")[:SHOWN]
@@ -78,10 +80,9 @@ def _event(row: OutboxEvent) -> dict[str, Any]:
     }
 
 
-def _webhook_note(row: WebhookDelivery, times: int) -> str:
-    if times:
-        return "received" if times == 1 else f"received {times} times"
-    return row.last_error
+def _mail(row: OutboxEmail) -> str:
+    """Return the subject; of a sensitive mail no copy is kept, so it is named for the handler that queued it."""
+    return row.subject or (row.idempotency_key or "sensitive").partition(":")[0]
 
 
 def _clock(moment: datetime | str | None) -> str:

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import time
+import re
 
 from django.contrib.auth.models import User
 from django.core import mail
 from django.db import transaction
 from django.test import TestCase, override_settings
 
-from django_outbox.models import AuditEntry, Notification, OutboxEvent, WebhookDelivery
+from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, WebhookDelivery
 from django_outbox.testing import assert_emitted, drain, travel
-from django_outbox.webhooks import sign
-from example_project.accounts.models import ReceivedWebhook, ReceiverSecret, Switch, Token
-from example_project.accounts.receiver import subscribe
+from example_project.accounts.models import ConfirmedEmail, Switch, Token
 from example_project.accounts.registration import change_password, register
+from example_project.receiver.subscription import subscribe
 
 
 class RegistrationTest(TestCase):
@@ -40,13 +38,31 @@ class RegistrationTest(TestCase):
 
     def test_everything_that_follows_is_there_once(self) -> None:
         """An event for four handlers: a mail, an audit entry, a notification, a webhook for the one endpoint."""
-        subscribe("http://127.0.0.1:8000")
+        subscribe("http://127.0.0.1:8000/hooks/in/")
         user = register(username="amber", email="amber@example.com")
         drain()
         assert [(message.to, message.subject) for message in mail.outbox] == [(["amber@example.com"], "Welcome")]
         assert AuditEntry.objects.count() == 1
         assert Notification.objects.get().recipient == str(user.pk)
         assert WebhookDelivery.objects.get().event_type == "user.created"
+
+    def test_the_link_in_the_welcome_mail_confirms_the_address(self) -> None:
+        """And a forged or an old one does not."""
+        user = register(username="amber", email="amber@example.com")
+        drain()
+        link = re.findall(r"http://[^/]+(/confirm/\S+)", str(mail.outbox[0].body))[0]
+        self.assertContains(self.client.get(link), "confirmed")
+        assert ConfirmedEmail.objects.get().user == user
+        assert self.client.get(link[:-2] + "x/").status_code == 400
+
+    def test_a_link_that_has_expired_is_not_sent(self) -> None:
+        """The mail server was down for longer than the link is good for."""
+        register(username="amber", email="amber@example.com")
+        drain(queues=["events"])
+        with travel(hours=25):
+            drain(queues=["email"])
+        assert mail.outbox == []
+        assert OutboxEmail.objects.get().failure_kind == "expired"
 
     def test_a_rolled_back_registration_leaves_nothing(self) -> None:
         """The event is one of the rows that go."""
@@ -92,27 +108,6 @@ class PasswordTest(TestCase):
         assert OutboxEvent.objects.get(type="user.password_changed").status == "dead"
         assert mail.outbox[-1].to == ["operators@example.com"]
         assert "user.password_changed (revoke-tokens)" in mail.outbox[-1].subject
-
-
-class ReceiverTest(TestCase):
-    """The receiver of webhooks takes what is signed, once."""
-
-    def post(self, body: bytes, *, secret: str, id_: str = "1") -> int:
-        """Post a webhook as the relay does."""
-        now = int(time.time())
-        headers = {"webhook-id": id_, "webhook-timestamp": str(now), "webhook-signature": sign(secret, id_, now, body)}
-        return self.client.post("/receiver/", body, content_type="application/json", headers=headers).status_code
-
-    def test_a_signed_one_is_taken_once_and_an_unsigned_one_never(self) -> None:
-        """A repeat has the same id."""
-        subscribe("http://127.0.0.1:8000")
-        secret = ReceiverSecret.objects.get().secret
-        body = json.dumps({"id": "1", "type": "user.created"}).encode()
-        assert self.post(body, secret=secret) == self.post(body, secret=secret) == 204
-        assert ReceivedWebhook.objects.get().times == 2
-        assert self.post(body, secret="whsec_" + "QUJD" * 8) == 401
-        Switch.objects.create(name="receiver", failing=True)
-        assert self.post(body, secret=secret) == 503
 
 
 class FrontPageTest(TestCase):

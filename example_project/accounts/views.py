@@ -1,19 +1,21 @@
-"""The pages: one to watch, one to register as an application would have it."""
+"""The pages: one to watch, one to register, and the one behind the link in the welcome mail."""
 
 from __future__ import annotations
 
 import secrets
 
 from django.contrib.auth.models import User
+from django.core import signing
 from django.db import IntegrityError
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.shortcuts import redirect, render
+from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import ensure_csrf_cookie
 from django.views.decorators.http import require_POST
 
+from example_project.accounts.confirmation import confirmed_user_id
 from example_project.accounts.forms import RegistrationForm
-from example_project.accounts.models import Switch
+from example_project.accounts.models import ConfirmedEmail, Switch
 from example_project.accounts.registration import change_password, register
 from example_project.accounts.state import SWITCHES, state
 
@@ -69,6 +71,16 @@ def register_view(request: HttpRequest) -> HttpResponse:
         else:
             return redirect("front")
     return render(request, "accounts/register.html", {"form": form})
+
+
+def confirm_view(request: HttpRequest, token: str) -> HttpResponse:
+    """Confirm the address to which the link was sent, if it is not too old."""
+    try:
+        user = get_object_or_404(User, pk=confirmed_user_id(token))
+    except signing.BadSignature:
+        return render(request, "accounts/confirmed.html", {"user": None}, status=400)
+    ConfirmedEmail.objects.get_or_create(user=user)
+    return render(request, "accounts/confirmed.html", {"user": user})
 
 
 def _request_id(request: HttpRequest) -> str:

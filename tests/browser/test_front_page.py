@@ -200,7 +200,7 @@ def test_what_follows_from_a_registration_appears_by_itself(visitor: Visitor) ->
         f"✓ {handler}" in event.text
         for handler in ("audit-log", "welcome-email", "notification-fanout", "webhook-fanout")
     )
-    visitor.item("mails", "Welcome", f"{name}@example.com", status="done")
+    visitor.item("mails", "welcome-email", f"{name}@example.com", status="done")
     visitor.item("notifications", "Welcome aboard", name)
     visitor.item("webhooks", "user.created", "received", status="done")
     visitor.item("audit", "user.created")

@@ -17,11 +17,14 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from django.db import transaction
 
+from django_outbox import NewEvent, emit_events, on_event
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.events import EVENTS
 from django_outbox.models import OutboxEvent
+from django_outbox.testing import isolated_handlers
 from tests.concurrency.field import acts
 from tests.concurrency.helpers import StartRelay, emit, ended, eventually
 from tests.concurrency.stage import Stage
@@ -71,6 +74,12 @@ def test_an_emit_of_another_process_wakes_it_within_a_second(start_relay: StartR
         emit({}, names=name)
         stage.wait_for(f"end gamma {name}", seconds=5)
         assert time.monotonic() - began < 1
+    # Of transactions that follow each other within milliseconds not every one notifies.
+    names = [f"quick {number}" for number in range(20)]
+    for name in names:
+        emit({}, names=[name])
+    for name in names:
+        stage.wait_for(f"end gamma {name}", seconds=5)
     relay.send_signal(signal.SIGINT)
     assert ended(relay)[0] == 0
 
@@ -333,3 +342,30 @@ def test_with_reload_it_starts_anew_when_code_changes_and_finishes_what_it_does_
     relay.send_signal(signal.SIGINT)
     assert [(stored(id_).status, stored(id_).attempts) for id_ in ids] == [("done", 1)] * len(ids)
     assert stage.pids["end gamma a"] != stage.pids[f"end gamma {name}"]
+
+
+@pytest.mark.postgres
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, to read a process's memory")
+def test_memory_stays_where_it_is_over_many_events_with_debug_on(start_relay: StartRelay) -> None:
+    """Scenario 28, at half its size: Django's query log, which DEBUG turns on, lives in threads nobody else clears."""
+
+    def emitted(count: int) -> None:
+        for first in range(0, count, 1_000):
+            with transaction.atomic():
+                emit_events(NewEvent(acts.COUNTED, "x" * 200) for _ in range(first, min(first + 1_000, count)))
+
+    def delivered(count: int) -> int:
+        eventually(lambda: OutboxEvent.objects.filter(status="done").count() == count, seconds=60)
+        pages = int(Path(f"/proc/{relay.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+    with isolated_handlers():
+        on_event(acts.COUNTED, name="counter")(acts.count)
+        emitted(2_000)
+        relay = start_relay("--threads", "4", environment={"FIELD_DEBUG": "1"})
+        before = delivered(2_000)
+        emitted(8_000)
+        after = delivered(10_000)
+    relay.send_signal(signal.SIGTERM)
+    assert ended(relay)[0] == 0
+    assert after - before < 10, (before, after)

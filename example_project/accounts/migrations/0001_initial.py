@@ -12,23 +12,6 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
-            name="ReceivedWebhook",
-            fields=[
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("webhook_id", models.CharField(max_length=64, unique=True)),
-                ("type", models.CharField(max_length=128)),
-                ("times", models.PositiveIntegerField(default=1)),
-                ("received_at", models.DateTimeField(auto_now_add=True)),
-            ],
-        ),
-        migrations.CreateModel(
-            name="ReceiverSecret",
-            fields=[
-                ("endpoint_id", models.UUIDField(primary_key=True, serialize=False)),
-                ("secret", models.CharField(max_length=128)),
-            ],
-        ),
-        migrations.CreateModel(
             name="Switch",
             fields=[
                 ("name", models.CharField(max_length=32, primary_key=True, serialize=False)),
@@ -46,6 +29,17 @@ class Migration(migrations.Migration):
                 ("attempt", models.PositiveIntegerField()),
                 ("accepted", models.BooleanField()),
                 ("received_at", models.DateTimeField(auto_now_add=True)),
+            ],
+        ),
+        migrations.CreateModel(
+            name="ConfirmedEmail",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("confirmed_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "user",
+                    models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, to=settings.AUTH_USER_MODEL),
+                ),
             ],
         ),
         migrations.CreateModel(

@@ -12,10 +12,13 @@ import os
 import signal
 import socket
 
+from django.db import connection
+
 from django_outbox import Event, on_event
 from tests.testapp.models import Effect
 
 TYPE = "field.acted"
+COUNTED = "field.counted"
 NAMES = ("alpha", "beta", "gamma")
 
 
@@ -24,6 +27,13 @@ def register() -> None:
     for name, function in zip(NAMES, (alpha, beta, gamma), strict=True):
         if name not in os.environ.get("FIELD_WITHOUT", ""):
             on_event(TYPE, name=name)(function)
+    on_event(COUNTED, name="counter")(count)
+
+
+def count(event: Event) -> None:
+    """Ask the database something, and tell nobody: for tests of many events."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT %s", [event.payload])
 
 
 def alpha(event: Event) -> None:

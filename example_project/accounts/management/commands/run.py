@@ -15,8 +15,9 @@ from django.conf import settings
 from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandParser
+from django.urls import reverse
 
-from example_project.accounts.receiver import subscribe
+from example_project.receiver.subscription import subscribe
 
 MANAGE: Final = str(Path(settings.BASE_DIR) / "manage.py")
 HOST: Final = "127.0.0.1"
@@ -45,7 +46,7 @@ class Command(BaseCommand):
         if not User.objects.filter(username=LOGIN).exists():
             # For this machine alone: the server listens on the loopback address.
             User.objects.create_superuser(LOGIN, "admin@example.com", LOGIN)
-        subscribe(address)
+        subscribe(address + reverse("receive"))
         processes = [
             start("run_outbox"),
             start("runserver", f"{HOST}:{port}", "--noreload", "--skip-checks", "--verbosity", "0"),
