@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from asgiref.sync import async_to_sync
+from django.db import connections
 
 from django_outbox import lease as engine
 from django_outbox.conf import TaskSettings, get_settings
@@ -107,8 +108,11 @@ class TaskRun(SingleRun):
         found = self._found
         if found is None:
             return Result(f"the child process does not know the task {self.name}")
-        # Cut to the millisecond, so that SQLite, which keeps no more, never shows an end before its start.
-        self._started = int(self.lease.clock.now() * 1_000) / 1_000
+        # Cut to the millisecond, so that SQLite, which keeps no more, never shows an end before its
+        # start; but no start before its row was written, which may be in the same millisecond.
+        digits = 3 if connections[self.using].vendor == "sqlite" else 6
+        written = round(self.lease.content["created_at"], digits)
+        self._started = max(int(self.lease.clock.now() * 1_000) / 1_000, written)
         result = self._result_so_far()
         compat.task_started.send_robust(self._sender, task_result=result)
         try:
@@ -260,7 +264,7 @@ def _plain_task(path: str, *options: Any) -> Any:
 
 
 def _moment(epoch: float | None) -> datetime | None:
-    # To the millisecond: SQLite's arithmetic is off by some microseconds.
+    # To the millisecond, for the signals: SQLite's arithmetic is off by some microseconds.
     return None if epoch is None else store.shown(datetime.fromtimestamp(round(epoch, 3), UTC))
 
 
