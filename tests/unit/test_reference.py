@@ -8,7 +8,14 @@ import pytest
 
 from django_outbox import errors
 from django_outbox.checks import MEANINGS
-from django_outbox.conf import EmailSettings, OutboxSettings, QueueSettings, TaskSettings, WebhookSettings, setting_fields
+from django_outbox.conf import (
+    EmailSettings,
+    OutboxSettings,
+    QueueSettings,
+    TaskSettings,
+    WebhookSettings,
+    setting_fields,
+)
 from django_outbox.metrics import METRICS
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
