@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_outbox import lease as engine
@@ -114,7 +115,7 @@ class TaskRun(SingleRun):
         written = round(self.lease.content["created_at"], digits)
         self._started = max(int(self.lease.clock.now() * 1_000) / 1_000, written)
         result = self._result_so_far()
-        compat.task_started.send_robust(self._sender, task_result=result)
+        compat.task_started.send_robust(_sender(result), task_result=result)
         try:
             self._returned = self._normal(self._call(found, result, timeout))
         except KeyboardInterrupt:
@@ -176,24 +177,15 @@ class TaskRun(SingleRun):
 
     # Telling about it.
 
-    @property
-    def _sender(self) -> type:
-        return type(self._task.get_backend())
-
-    @property
-    def _task(self) -> Any:
-        content = self.lease.content
-        task = _plain_task(self.name, *(content[name] for name in _OPTIONS))
-        if content["not_before"] is None:
-            return task
-        return store.restored(task, run_after=_moment(content["not_before"]))
-
     def _result_so_far(self) -> Any:
         content = self.lease.content
+        task = _plain_task(self.name, *(content[name] for name in _OPTIONS))
+        if content["not_before"] is not None:
+            task = store.restored(task, run_after=_moment(content["not_before"]))
         payload = decoded(content["payload"])
         started = _moment(self._started)
         return compat.TaskResult(
-            task=self._task,
+            task=task,
             id=self.lease.text,
             status=compat.TaskResultStatus.RUNNING,
             enqueued_at=_moment(content["created_at"]),
@@ -214,7 +206,7 @@ class TaskRun(SingleRun):
         if not told:
             object.__setattr__(result, "status", status)
             object.__setattr__(result, "finished_at", _moment(self.lease.clock.now()))
-            compat.task_finished.send_robust(self._sender, task_result=result)
+            compat.task_finished.send_robust(_sender(result), task_result=result)
 
     # Writing it down.
 
@@ -236,7 +228,7 @@ class TaskRun(SingleRun):
         """Return the holders of all attempts, this one's last."""
         known = decoded(self.lease.content["worker_ids"])
         missing = self.lease.lost_leases + int(self.lease.suspect)
-        return [*known, *[store.LOST] * missing, self.lease.holder]
+        return [*known, *[store.LOST] * missing, self.lease.holder][-store.WORKERS_KEPT :]
 
     def _errors_with(self, entry: Mapping[str, str]) -> list[Any]:
         errors = [*decoded(self.lease.content["errors"]), dict(entry)]
@@ -261,6 +253,14 @@ def _plain_task(path: str, *options: Any) -> Any:
     if values["retry"] is not None:
         values["retry"] = tuple(decoded(values["retry"]))
     return store.restored(store.find_task(path).task, run_after=None, **values)
+
+
+def _sender(result: Any) -> type:
+    """Return who sends the signals about a call: its backend's class, or the base where the settings lost it."""
+    try:
+        return type(compat.task_backends[result.backend])
+    except ImproperlyConfigured:
+        return compat.BaseTaskBackend
 
 
 def _moment(epoch: float | None) -> datetime | None:

@@ -229,6 +229,13 @@ def test_a_receiver_that_fails_does_not_fail_the_task() -> None:
         task_started.disconnect(broken)
 
 
+def test_a_call_is_run_also_when_its_backend_was_taken_out_of_the_settings(heard: list[Any]) -> None:
+    result = tasks.add.enqueue(1)
+    OutboxTask.objects.update(backend_alias="retired")
+    drain()
+    assert (row(result).status, len(heard)) == ("done", 2)
+
+
 def test_of_many_errors_the_first_and_the_latest_are_kept_and_long_ones_cut() -> None:
     result = tasks.fail.using(max_attempts=12, retry=[0]).enqueue("x" * 20_000 + " password=hunter2")
     run(result)
