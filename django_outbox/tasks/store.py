@@ -77,7 +77,7 @@ TASKS: Final = engine.Queue(
         "parked_at": "timestamptz",
     },
     retry_condition=_NO_LIVE_TWIN,
-    parked_name="task_path",
+    kind="task_path",
 )
 
 
