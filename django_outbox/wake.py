@@ -36,6 +36,7 @@ PING_SECONDS: Final = 15.0
 PING_DEADLINE_SECONDS: Final = 10.0
 RECONNECT_MIN_SECONDS: Final = 0.25
 RECONNECT_MAX_SECONDS: Final = 15.0
+QUEUE_USAGE_TOLD: Final = 0.5
 HEARING_SECONDS: Final = 2.0
 """How long a notification may take behind a session pooler, where it does arrive."""
 DATA_VERSION_SECONDS: Final = 0.05
@@ -269,6 +270,7 @@ class Listener(Watcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
+        self._queue_full = False
         self.listening = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outbox-listen", daemon=True)
 
@@ -341,7 +343,21 @@ class Listener(Watcher):
             async for notification in connection.notifies(timeout=PING_SECONDS, stop_after=1):
                 self._on_wake(CHANNELS.get(notification.channel))
             if time.monotonic() - began >= PING_SECONDS:
-                await self._execute(connection, "SELECT 1")
+                # A sign of life that does some good: the server drops what all sessions have read
+                # when it is asked how full its queue is. One that was full stays full until then.
+                self._note_queue(await self._execute(connection, "SELECT pg_notification_queue_usage()"))
+
+    def _note_queue(self, usage: float) -> None:
+        """Say once when the server's notification queue fills: at its end no notification can be sent by anybody."""
+        full = usage > QUEUE_USAGE_TOLD
+        if full and not self._queue_full:
+            logger.warning(
+                "the server's notification queue fills up, some session listens inside an open transaction"
+                " database=%s full=%d%%",
+                self._local.alias,
+                round(usage * 100),
+            )
+        self._queue_full = full
 
     async def _connect(self) -> Any:
         import psycopg  # noqa: PLC0415  SQLite projects need no libpq

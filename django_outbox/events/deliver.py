@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -45,6 +46,19 @@ EVENTS: Final = engine.Queue(
     handlers=True,
     announcement="outbox.event.dead",
 )
+
+
+TELL_EVERY_SECONDS: Final = 60.0
+_told: dict[str, float] = {}
+"""When a missing handler was last spoken of, by its name."""
+
+
+def _tell_of_missing(name: str, lease: engine.Lease) -> None:
+    """Log that an event waits for a handler; the many that wait for the same one share a line a minute."""
+    now = time.monotonic()
+    if now - _told.get(name, -TELL_EVERY_SECONDS) >= TELL_EVERY_SECONDS:
+        _told[name] = now
+        logger.warning("no handler of this name here, its events wait handler=%s event=%s", name, lease.id)
 
 
 class EventRun:
@@ -337,6 +351,7 @@ class EventRun:
                     self._failures[name] = {"error": text, "at": self.lease.clock.text()}
                     self._failures[name]["parked_at"] = self.lease.clock.text()
                     self._failures_changed = True
+                    _tell_of_missing(name, self.lease)
             for name in list(self._failures):
                 entry = self._failures[name]
                 past = {"marks"} if name in parked else {"marks", "parked_at"}

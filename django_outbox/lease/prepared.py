@@ -157,7 +157,9 @@ def _deallocate(connection: BaseDatabaseWrapper, name: str) -> None:
 def _count_loss(connection: BaseDatabaseWrapper) -> None:
     _losses[connection.alias] += 1
     if _losses[connection.alias] == GIVE_UP_AFTER:
-        logger.info("prepared statements do not last, as behind a pooler; none are used database=%s", connection.alias)
+        logger.info(
+            "sessions change between statements, as behind a pooler; planning each anew database=%s", connection.alias
+        )
 
 
 def _sqlstate(error: DatabaseError) -> str | None:

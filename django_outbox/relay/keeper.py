@@ -102,4 +102,5 @@ class Keeper:
         for lane in self._flights.lanes:
             late = lane.withdraw(lambda flight: flight.lease.deadline - now < flight.lease.seconds / 3)
             if late:
+                lane.note_slow()
                 self._flights.release(late)

@@ -150,6 +150,10 @@ class Lane:
         mean = sum(flight.elapsed for flight, _ in ended) / len(ended)
         self.row_seconds += (mean - self.row_seconds) * min(1.0, len(ended) / 50)
 
+    def note_slow(self) -> None:
+        """Learn from rows that had to be given back unstarted: no more than there are threads, until rows end again."""
+        self.row_seconds = max(self.row_seconds, self.work.prefetch_seconds)
+
     # --- the handler threads
 
     def _add_thread(self, flight: Flight | None = None) -> None:
@@ -251,7 +255,7 @@ class Lane:
                     f" and did not return within {stuck_seconds:g} s more"
                 )
                 flight.run.finish(step, Result(text))
-                self._all.close(flight, at_once=False)  # the watch waits for no database
+                self._all.close(flight)
         return len(self.stuck) > self.threads
 
     def _abandon(self, slot: Slot) -> None:

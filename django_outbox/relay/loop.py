@@ -14,6 +14,7 @@ from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.conf import OutboxSettings, get_settings
 from django_outbox.relay.connections import DATABASE_TROUBLE, DatabaseHealth, close_connections
+from django_outbox.relay.deadlines import bound_statements
 from django_outbox.relay.flights import Flight, Flights
 from django_outbox.relay.isolator import Isolator
 from django_outbox.relay.keeper import Keeper
@@ -109,6 +110,7 @@ class Relay:
         self.watcher = wake.watch(self.using, self._wake, dsn=self.settings.listen_dsn)
         if self.mode == "serve":
             self.watcher.start()
+        bound_statements()
         try:
             self._claim_loop()
             self._wind_down()
@@ -132,6 +134,7 @@ class Relay:
 
     def _vital(self, loop: Callable[[], None]) -> None:
         """Run a thread without which the relay must not go on: its end by an error is the relay's."""
+        bound_statements()
         try:
             loop()
         except BaseException:
@@ -356,7 +359,7 @@ class Relay:
         for flight in left_over:
             if flight.run is not None:
                 flight.run.interrupt()
-                self.flights.close(flight, at_once=False)
+                self.flights.close(flight)
         with landed:
             landed.wait_for(lambda: not self.held(), 5)
         if left_over:

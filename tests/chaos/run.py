@@ -294,7 +294,7 @@ class Run:
             sessions = self._chance.sample(sessions, round(len(sessions) * share))
             before = self._in_hand()
             cursor.execute(
-                "SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM unnest(%s) AS pid", [sessions]
+                "SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM unnest(%s::int[]) AS pid", [sessions]
             )
             incident.in_hand = before | self._in_hand()
         incident.ended = time.time()

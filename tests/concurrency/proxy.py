@@ -22,8 +22,9 @@ class Proxy:
 
     def __init__(self, database: dict[str, Any]) -> None:
         self._database = database
-        self._flowing = threading.Event()
-        self._flowing.set()
+        self._gates = [threading.Event()]
+        """What data passes through; new connections get the last one."""
+        self.thaw()
         self._lock = threading.Condition()
         self._open: list[socket.socket] = []
         self.accepted = 0
@@ -42,7 +43,7 @@ class Proxy:
         self._closed = True
         self._listener.close()
         self.cut()
-        self._flowing.set()
+        self.thaw()
 
     @property
     def url(self) -> str:
@@ -64,11 +65,19 @@ class Proxy:
 
     def freeze(self) -> None:
         """Forward nothing more, on any connection, without closing one."""
-        self._flowing.clear()
+        for gate in self._gates:
+            gate.clear()
+
+    def freeze_open_ones(self) -> None:
+        """Forward nothing more on the connections that there are; those made from now on work."""
+        self.freeze()
+        self._gates.append(threading.Event())
+        self._gates[-1].set()
 
     def thaw(self) -> None:
         """Go on, with what was held back first."""
-        self._flowing.set()
+        for gate in self._gates:
+            gate.set()
 
     def cut(self) -> None:
         """Close every connection there is."""
@@ -95,9 +104,10 @@ class Proxy:
             return
         with self._lock:
             self._open += [client, server]
-        back = threading.Thread(target=self._pump, args=(server, client), daemon=True)
+        gate = self._gates[-1]
+        back = threading.Thread(target=self._pump, args=(server, client, gate), daemon=True)
         back.start()
-        self._pump(client, server)
+        self._pump(client, server, gate)
         back.join()
         client.close()
         server.close()
@@ -110,10 +120,10 @@ class Proxy:
         server.connect(f"{host}/.s.PGSQL.{port}")
         return server
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, gate: threading.Event) -> None:
         with suppress(OSError):
             while data := source.recv(65_536):
-                self._flowing.wait()
+                gate.wait()
                 target.sendall(data)
         # Half a connection serves nobody here: its other half ends too.
         for each in (source, target):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import psycopg
 import pytest
 from django.db import connection, transaction
 
@@ -78,7 +80,7 @@ def test_a_half_open_or_ended_listen_connection_is_noticed_and_replaced(
 
 
 @pytest.fixture
-def full_queue(raw_connect: RawConnect) -> Iterator[None]:
+def full_queue(raw_connect: RawConnect) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
     """Fill the server's notification queue behind a foreign session that listens and sits in a transaction."""
     session = raw_connect()
     if session.info.server_version < 170_000:
@@ -93,15 +95,26 @@ def full_queue(raw_connect: RawConnect) -> Iterator[None]:
     with pytest.raises(Exception, match="too many notifications"):
         for _ in range(pages * 2):
             writer.execute("SELECT pg_notify('foreign_channel', repeat('x', 7900))")
-    yield
+    yield session
     session.execute("ROLLBACK")
+    # Other tests want wake-ups, and the server drops what was read when it is asked for this.
+    eventually(lambda: writer.execute("SELECT pg_notification_queue_usage() = 0").fetchone() == (True,))
 
 
 def test_a_full_notification_queue_costs_the_hint_and_nothing_else(
-    full_queue: None, start_relay: StartRelay, stage: Stage, caplog: pytest.LogCaptureFixture
+    full_queue: psycopg.Connection[tuple[Any, ...]],
+    start_relay: StartRelay,
+    stage: Stage,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Scenario 8: commits succeed, the wake-up that failed is logged and not raised, the relay polls."""
-    relay = Heard(start_relay(POLL_SECONDS=0.5))
+    """
+    Scenario 8: commits succeed, the wake-up that failed is logged and not raised, the relay polls.
+
+    When the foreign session ends its transaction, the relay's own looking after its
+    connection brings the wake-ups back.
+    """
+    relay = Heard(start_relay(command=HASTY, POLL_SECONDS=2))
+    relay.wait_for("the server's notification queue fills up")
     with caplog.at_level(logging.WARNING):
         for name in "abc":
             with transaction.atomic():
@@ -111,6 +124,15 @@ def test_a_full_notification_queue_costs_the_hint_and_nothing_else(
     assert caplog.text.count("wake-up not sent") == 3
     assert Note.objects.count() == 3
     eventually(lambda: OutboxEvent.objects.filter(status="done").count() == 3)
+    full_queue.execute("ROLLBACK")
+    full_queue.execute("SELECT 1")
+
+    def woken() -> bool:
+        caplog.clear()
+        emit({}, names="d")
+        return "wake-up not sent" not in caplog.text
+
+    eventually(woken, seconds=5)
     assert relay.stop() == 0, relay.said
     assert "Traceback" not in relay.said
 
