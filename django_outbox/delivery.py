@@ -373,9 +373,17 @@ class Work(ABC):
     along: Callable[..., None] | None = None
     """``along(written, *, using)``: what is written in the transaction of a settle, for the rows that it wrote."""
 
-    def along_on(self, using: str) -> Callable[[Sequence[tuple[engine.Settled, str]]], None] | None:
-        """Return `along` for a database, as the engine's settle takes it."""
-        return None if self.along is None else partial(self.along, using=using)
+    def goes_along(self, settled: engine.Settled) -> bool:  # noqa: ARG002
+        """Return whether `along` may have something to write for an outcome; without, a settle is one statement."""
+        return True
+
+    def along_on(
+        self, using: str, batch: Iterable[engine.Settled] | None = None
+    ) -> Callable[[Sequence[tuple[engine.Settled, str]]], None] | None:
+        """Return `along` for a database, as the engine's settle takes it, if these outcomes (or any) need it."""
+        if self.along is None or (batch is not None and not any(map(self.goes_along, batch))):
+            return None
+        return partial(self.along, using=using)
 
     def rest(self) -> None:  # noqa: B027
         """Close what the calling thread keeps open between rows: it has nothing to do."""

@@ -31,6 +31,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django_outbox",
     "example_project.accounts",
+    "example_project.receiver",
 ]
 
 MIDDLEWARE = [
@@ -82,26 +83,37 @@ TIME_ZONE = "UTC"
 USE_TZ = True
 STATIC_URL = "static/"
 
-# Mail goes to the console, or as files into a directory.
+# Mail is queued with the rows it belongs to, and delivered to the console, or as files into a directory.
 MAIL_DIRECTORY = env.str("EMAIL_FILE_PATH", default="")
 _MAIL_BACKEND = f"django.core.mail.backends.{'filebased' if MAIL_DIRECTORY else 'console'}.EmailBackend"
 if django.VERSION >= (6, 1):
     MAILERS = {
-        "default": {
+        "default": {"BACKEND": "django_outbox.mail.EmailBackend", "OPTIONS": {"deliver_with": "mailbox"}},
+        "mailbox": {
             "BACKEND": _MAIL_BACKEND,
             "OPTIONS": {"file_path": MAIL_DIRECTORY} if MAIL_DIRECTORY else {},
         },
     }
 else:
-    EMAIL_BACKEND = _MAIL_BACKEND
+    EMAIL_BACKEND = "django_outbox.mail.EmailBackend"
     EMAIL_FILE_PATH = MAIL_DIRECTORY or None
 DEFAULT_FROM_EMAIL = "hello@example.com"
+# What links in mails begin with: a relay has no request to take it from.
+SITE_URL = env.str("SITE_URL", default="http://127.0.0.1:8000")
 
 OUTBOX: dict[str, Any] = {
+    "BUILTIN_HANDLERS": ["webhook-fanout"],
     "EVENTS": {
         # So that the demo's retries take seconds. The default of 5 is the one for real receivers.
         "RETRY_BASE_SECONDS": 0.5,
         "LEASE_SECONDS": env.float("OUTBOX_LEASE_SECONDS", default=60.0),
+    },
+    "EMAIL": {"BACKEND": None if django.VERSION >= (6, 1) else _MAIL_BACKEND},
+    # So that the receiver page of this project can be reached on a laptop. Never in production.
+    "WEBHOOKS": {
+        "ALLOW_HTTP": DEBUG,
+        "ALLOW_NETWORKS": ["127.0.0.1"] if DEBUG else [],
+        "ALLOW_PORTS": [443, 8000] if DEBUG else [443],
     },
 }
 

@@ -164,7 +164,8 @@ def _enqueue(
         stored = encode(message, settings.email)
         _refuse_self_delivery(stored)
         emails.append((_row(stored, columns, backend_alias), stored))
-    with transaction.atomic(using=alias):
+    # Everything was checked, so there is nothing a savepoint would be for.
+    with transaction.atomic(using=alias, savepoint=False):
         results = insert_emails(emails, using=alias)
     for (columns, _), (id_, created) in zip(emails, results, strict=True):
         if not created:

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from uuid import UUID
 
 from django.core.mail import EmailMessage
+from django.db import DatabaseError, InterfaceError, OperationalError
 
 from django_outbox import lease as engine
 from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_settings
-from django_outbox.delivery import INTERRUPTED, Cause, Result, SingleRun, Work
+from django_outbox.delivery import Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
@@ -143,7 +144,12 @@ class EmailRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:
         """Send it."""
-        loaded = store.load(self.lease.id, using=self.using)
+        try:
+            loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
+        except (OperationalError, InterfaceError) as error:
+            # The database's trouble is not the message's.
+            logger.warning("content not loaded id=%s error=%s", self.lease.id, clean_error(error))
+            return _RELEASED
         if loaded is None:
             return _failed("its content is gone", "wiped")
         transport = self._work.transport(self._alias)
@@ -237,16 +243,25 @@ class EmailRun(SingleRun):
         """Record how it ended; a pause that a child process met is this process's, too."""
         if result is not _RELEASED and isinstance(result.outcome, engine.Released):
             self._work.backends.pause(self._alias, reason="a child process could not send")
-        super().finish(step, result)
+        super().finish(step, _in_doubt(result))
 
     def interrupt(self) -> None:
         """Count a send under way as failed; its message may have gone out."""
         super().interrupt()
         with self._lock:
-            if self._result is not None and self._result.error == INTERRUPTED:
-                self._result = Result(INTERRUPTED, columns={"failure_kind": "interrupted", "maybe_sent": True})
+            if self._result is not None:
+                self._result = _in_doubt(self._result)
 
 
+def _in_doubt(result: Result) -> Result:
+    """Return a failure that somebody else states, such as the watch over the time limits, as one of an email."""
+    if result.ok or "failure_kind" in result.columns:
+        return result
+    return replace(result, columns={"failure_kind": "interrupted", "maybe_sent": True})
+
+
+_DOCUMENT: Final = "document"
+"""Where a lease carries what its email says, until it is sent."""
 _RELEASED: Final = Result(outcome=engine.Released())
 
 
@@ -339,6 +354,7 @@ class EmailWork(Work):
         self._seen: set[str] = set()
         self._seen_at = float("-inf")
         self._sweep_after: UUID | None = None
+        self._using: str | None = None
 
     def settings(self) -> EmailSettings:
         """Return ``OUTBOX["EMAIL"]``."""
@@ -363,6 +379,7 @@ class EmailWork(Work):
 
     def scopes(self, room: int, *, using: str) -> Iterable[tuple[Mapping[str, Any], int]]:
         """Return the lanes of the backends that do not rest, urgent ones first, where something is due."""
+        self._using = using
         paused = self.backends.paused()
         lanes = [
             {"priority": priority, "backend_alias": alias}
@@ -370,6 +387,20 @@ class EmailWork(Work):
             for alias in sorted(self._aliases(using) - paused.keys())
         ]
         return [(lane, min(room, CHUNK)) for lane in engine.due_lanes(self.queue, lanes, using=using)]
+
+    def claimed(self, leases: Sequence[engine.Lease]) -> None:
+        """Load what the claimed emails say, in one statement for all of them."""
+        if not leases or self._using is None:
+            return
+        try:
+            found = store.documents([lease.id for lease in leases], using=self._using)
+        except DatabaseError as error:
+            # Each is loaded when its turn comes. The connection is the claim loop's to look after.
+            logger.warning("contents not loaded ahead error=%s", clean_error(error))
+            return
+        for lease in leases:
+            if lease.id in found:
+                lease.content[_DOCUMENT] = found[lease.id]
 
     def _aliases(self, using: str) -> set[str]:
         """Return the aliases that rows may bear: those of the settings, and those in the table."""
@@ -411,6 +442,10 @@ class EmailWork(Work):
             causation_id=lease.id,
             quiet=True,
         )
+
+    def goes_along(self, settled: engine.Settled) -> bool:
+        """Return whether a follow-up may be queued or a content be removed; for most emails neither."""
+        return bool(settled.lease.content["sensitive"] or settled.columns.get("refused"))
 
     def along(self, written: Sequence[tuple[engine.Settled, str]], *, using: str) -> None:
         """Queue the follow-ups of partly refused emails, and remove what final sensitive ones say."""

@@ -16,15 +16,26 @@ from uuid import UUID
 from django.apps import apps
 from django.db import connections, transaction
 from django.db.models import Q
+from django.db.models.functions import Length
 
 from django_outbox import lease as engine
 from django_outbox import wake
-from django_outbox.errors import InvalidEmail
 from django_outbox.mail.codec import Stored
 
-__all__ = ["EMAILS", "drop_content", "insert_emails", "insert_follow_up", "load", "sweep_blobs", "wipe_final"]
+__all__ = [
+    "EMAILS",
+    "documents",
+    "drop_content",
+    "insert_emails",
+    "insert_follow_up",
+    "load",
+    "sweep_blobs",
+    "wipe_final",
+]
 
 _SHA_BATCH: Final = 100
+DOCUMENT_AHEAD: Final = 50_000
+"""Characters of a document that are worth keeping in memory until its turn comes."""
 SWEPT: Final = 500
 """Blobs that one sweep looks at."""
 
@@ -100,27 +111,21 @@ def insert_emails(emails: Sequence[tuple[Mapping[str, Any], Stored]], *, using: 
     rows = [{"id": id_, "refused": {}, **columns} for id_, (columns, _) in zip(ids, emails, strict=True)]
     keyed = any(row.get("idempotency_key") is not None for row in rows)
     # Keys in one order, so that two transactions which write several cannot wait for one another.
-    order = sorted(rows, key=lambda row: row.get("idempotency_key") or "") if keyed else rows
-    written = set(
-        engine.insert_rows(EMAILS, order, columns=_COLUMNS, using=using, unique="idempotency_key" if keyed else "")
-    )
+    left = sorted(rows, key=lambda row: row.get("idempotency_key") or "") if keyed else rows
+    written: set[UUID] = set()
+    held: dict[str, UUID] = {}
+    while left:
+        unique = "idempotency_key" if keyed else ""
+        written |= set(engine.insert_rows(EMAILS, left, columns=_COLUMNS, using=using, unique=unique))
+        missed = [row for row in left if row["id"] not in written]
+        held |= _holders([row["idempotency_key"] for row in missed], using)
+        # Who held a key may have been purged between the two statements.
+        left = [row for row in missed if row["idempotency_key"] not in held]
     fresh = [(id_, stored) for id_, (_, stored) in zip(ids, emails, strict=True) if id_ in written]
     if fresh:
         _insert_content(fresh, using)
         wake.notify_on_commit(using, queue=EMAILS.name)
-    held = _holders([row["idempotency_key"] for row in rows if row["id"] not in written], using)
-    result = []
-    for row in rows:
-        if row["id"] in written:
-            result.append((row["id"], True))
-        elif (holder := held.get(row["idempotency_key"])) is not None:
-            result.append((holder, False))
-        else:
-            raise InvalidEmail(
-                f"The email with the idempotency key {row['idempotency_key']!r:.120} was purged at this very moment;"
-                " try again."
-            )
-    return result
+    return [(row["id"], True) if row["id"] in written else (held[row["idempotency_key"]], False) for row in rows]
 
 
 def _holders(keys: Sequence[str], using: str) -> dict[str, UUID]:
@@ -169,10 +174,11 @@ def _blob_ids(blobs: Mapping[str, bytes], using: str) -> dict[str, UUID]:
     return found | missing
 
 
-def load(email_id: UUID, *, using: str) -> tuple[str, dict[str, bytes]] | None:
-    """Return an email's document and blobs, or ``None`` when its content is gone."""
-    content = _model("OutboxEmailContent").objects.using(using).filter(pk=email_id).values_list("document", flat=True)
-    document = next(iter(content), None)
+def load(email_id: UUID, *, using: str, document: str | None = None) -> tuple[str, dict[str, bytes]] | None:
+    """Return an email's document, unless it is given, and its blobs; ``None`` when its content is gone."""
+    if document is None:
+        content = _model("OutboxEmailContent").objects.using(using)
+        document = next(iter(content.filter(pk=email_id).values_list("document", flat=True)), None)
     if document is None:
         return None
     if '"blob":' not in document and '"mime":' not in document:
@@ -180,6 +186,12 @@ def load(email_id: UUID, *, using: str) -> tuple[str, dict[str, bytes]] | None:
     ids = _model("OutboxEmailAttachment").objects.using(using).filter(email_id=email_id).values("blob_id")
     blobs = _model("OutboxEmailBlob").objects.using(using).filter(pk__in=ids).values_list("sha256", "content")
     return document, {digest: bytes(data) for digest, data in blobs}
+
+
+def documents(ids: Sequence[UUID], *, using: str) -> dict[UUID, str]:
+    """Return the documents of emails, but for large ones, which are loaded when their turn comes."""
+    rows = _model("OutboxEmailContent").objects.using(using).alias(size=Length("document"))
+    return dict(rows.filter(pk__in=ids, size__lt=DOCUMENT_AHEAD).values_list("pk", "document"))
 
 
 # --- what goes -------------------------------------------------------------------------------------------------------

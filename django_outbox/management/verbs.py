@@ -19,7 +19,7 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from django_outbox import events, mail, tasks
+from django_outbox import events, mail, tasks, webhooks
 from django_outbox.conf import get_settings
 from django_outbox.errors import InvalidEventType, InvalidHandlerName
 from django_outbox.lease import Queue, Report
@@ -34,7 +34,7 @@ __all__ = [
     "row_ids",
 ]
 
-QUEUES: Final = {queue.name: queue for queue in (events.EVENTS, mail.EMAILS, tasks.TASKS)}
+QUEUES: Final = {queue.name: queue for queue in (events.EVENTS, mail.EMAILS, webhooks.DELIVERIES, tasks.TASKS)}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 

@@ -34,9 +34,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _SESSION_STATEMENT: Final = re.compile(
-    # At the beginning, or after a semicolon; comments may stand before it.
+    # At the beginning, or after a semicolon; comments may stand before it. What `lease.prepared`
+    # prepares is named for its text, and changes nothing for others.
     r"(?:^|;)(?:\s+|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare|declare|pragma|attach"
+    r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare(?!\s+outbox_)|declare|pragma|attach"
     r"|create\s+(?:local\s+|global\s+)?temp(?:orary)?)\b)"
     # Functions that outlive their transaction.
     r"|\bset_config\s*\((?![^()]*,\s*true\s*\))|\bpg_(?:try_)?advisory_lock",

@@ -240,7 +240,7 @@ class Flights:
                 schedule=work.settings().schedule,
                 using=self.using,
                 announce=work.announce,
-                along=work.along_on(self.using),
+                along=work.along_on(self.using, [settled for _, settled in ended]),
                 again=again,
             )
         except DATABASE_TROUBLE as error:

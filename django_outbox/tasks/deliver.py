@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import random
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,8 @@ from django_outbox.tasks.store import TASKS, Found, Unknown, decoded, error_entr
 
 __all__ = ["TaskRun", "TaskWork"]
 
+logger = logging.getLogger("django_outbox.tasks")
+
 _OPTIONS: Final[Mapping[str, str]] = {
     # column → field of the task
     "backend_alias": "backend",
@@ -43,6 +47,21 @@ _COLUMNS: Final = ("queue_name", "priority")
 _FORGOTTEN: Final = "builtins.ImportError"
 _LANES: Final = 50
 """Priorities and queue names that one look claims from; what is behind them has its turn at the next."""
+
+
+TELL_EVERY_SECONDS: Final = 60.0
+_told: dict[str, float] = {}
+"""When an unknown task was last spoken of, by its path; emptied when many have been."""
+
+
+def _tell_of_unknown(path: str, lease: engine.Lease) -> None:
+    """Log that a call waits for code; the many that wait for the same share a line a minute."""
+    now = time.monotonic()
+    if now - _told.get(path, -TELL_EVERY_SECONDS) >= TELL_EVERY_SECONDS:
+        if len(_told) >= 1_000:
+            _told.clear()
+        _told[path] = now
+        logger.warning("no such task here, its calls wait task=%s id=%s", path, lease.id)
 
 
 class TaskRun(SingleRun):
@@ -94,6 +113,7 @@ class TaskRun(SingleRun):
         columns: dict[str, Any] = {}
         if since is None:
             columns["parked_at"] = datetime.fromtimestamp(now, UTC)
+        _tell_of_unknown(self.name, self.lease)
         text = f"no relay that had this task knows {self.name}: {self._unknown}"
         if spent:
             columns["errors"] = self._errors_with(error_entry(_FORGOTTEN, text))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -19,7 +20,7 @@ from django_outbox.delivery import LeaseLost, Result, SingleRun, Work
 from django_outbox.errors import InvalidSettings, UnsafeURL, clean_error
 from django_outbox.webhooks import store
 from django_outbox.webhooks.endpoints import custom_headers, secrets_in_force
-from django_outbox.webhooks.guard import LOOKUP_SECONDS, LookupFailed, check_url, look_up, lookups_left, shown_url
+from django_outbox.webhooks.guard import LOOKUP_SECONDS, LookupFailed, judged_url, look_up, lookups_left, shown_url
 from django_outbox.webhooks.health import End, Notice, after, retry_after_seconds
 from django_outbox.webhooks.signing import sign
 from django_outbox.webhooks.transport import RESPONSE_LIMIT, Answer, send
@@ -35,11 +36,28 @@ LOOKUP_FOR_SECONDS: Final = 6 * 3_600.0
 LOOKUP_HOLD_SECONDS: Final = 5.0
 LOOKUP_LONGEST_HOLD_SECONDS: Final = 300.0
 
-STALLED_SECONDS: Final = 1.0
+STALLED_SECONDS: Final = 2.0
 """A request that takes longer makes its endpoint slow for the time being."""
+
+GATHER_SECONDS: Final = 0.01
+"""Looks for a few free threads are no nearer to one another."""
 
 _PAGE: Final = 64
 _FIRST: Final = UUID(int=0)
+
+
+READS_LIMIT: Final = 3
+"""How often a delivery reads an endpoint that is changed under its hands; then its lease must be gone."""
+SEEN_SECONDS: Final = 5.0
+"""Age up to which what a claim saw of an endpoint is tried first."""
+
+
+@lru_cache(maxsize=1_024)
+def _destination(url: str, settings: WebhookSettings) -> tuple[str, str, int]:
+    """Return the URL rebuilt, its host and its port; what is refused is judged anew each time."""
+    rebuilt = judged_url(url, settings)
+    parts = urlsplit(rebuilt)
+    return rebuilt, str(parts.hostname), parts.port or {"http": 80, "https": 443}[parts.scheme]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,12 @@ class WebhookRun(SingleRun):
 
     def refused(self) -> Result | None:
         """Return how the delivery ends if nothing is to be sent; a pause spends no attempt."""
-        self._target = target = store.target(self._endpoint_id, using=self.using)
+        # As the claim saw it a moment ago; before the request, the attempt's row is only
+        # written if that still holds.
+        self._target = self._work.seen(self._endpoint_id) or store.target(self._endpoint_id, using=self.using)
+        return self._refusal(self._target)
+
+    def _refusal(self, target: store.Target | None) -> Result | None:
         if target is None:
             return _over(store.ENDPOINT_MISSING, "the endpoint does not exist any more")
         if not target.enabled:
@@ -83,17 +106,22 @@ class WebhookRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:  # noqa: ARG002  the parts have limits of their own
         """Look up, judge, sign and send; the attempt is written and committed before anything is sent."""
-        # In the child process of a marked row, nobody asked before.
-        target = self._target or store.target(self._endpoint_id, using=self.using)
-        if target is None:
-            return _over(store.ENDPOINT_MISSING, "the endpoint does not exist any more")
+        for _ in range(READS_LIMIT):
+            # In the child process of a marked row, nobody read it before.
+            target = self._target or store.target(self._endpoint_id, using=self.using)
+            self._target = None
+            result = self._refusal(target) or (self._try(target) if target is not None else None)
+            if result is not None:
+                return result
+        raise LeaseLost
+
+    def _try(self, target: store.Target) -> Result | None:
+        """Send to the endpoint as it was read; ``None``, nothing sent: it, or the lease, is not that any more."""
         settings = self._settings
         try:
             # Judged again: the settings, or the rule, may be others than when it was saved.
-            url = check_url(target.url)
-            parts = urlsplit(url)
-            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-            addresses = look_up(str(parts.hostname), port, settings)
+            url, host, port = _destination(target.url, settings)
+            addresses = look_up(host, port, settings)
         except UnsafeURL as error:
             return _over(error.code, clean_error(str(error)))
         except LookupFailed as error:
@@ -106,9 +134,9 @@ class WebhookRun(SingleRun):
         except InvalidSettings as error:
             logger.error("webhook cannot be signed endpoint=%s error=%s", self._endpoint_id, clean_error(error))
             return WebhookResult(clean_error(error), columns={"reason": "misconfigured"})
-        attempt_id = store.open_attempt(self.lease, using=self.using)
+        attempt_id = store.open_attempt(self.lease, target, probe=self._probe, using=self.using)
         if attempt_id is None:
-            raise LeaseLost
+            return None
         body = str(self.lease.content["body"]).encode()
         answer = send(
             url,
@@ -118,7 +146,7 @@ class WebhookRun(SingleRun):
             timeout_seconds=settings.timeout_seconds,
             ca_bundle=settings.ca_bundle,
         )
-        return self._verdict(attempt_id, answer, [*secrets, *custom.values()])
+        return self._verdict(attempt_id, answer, [*secrets, *custom.values(), *_private_parts(url)])
 
     def _headers(self, secrets: Sequence[str], body: bytes) -> dict[str, str]:
         webhook_id = str(_as_uuid(self.lease.content["event_id"]))
@@ -208,6 +236,12 @@ def _hidden(text: str, confidential: Sequence[str]) -> str:
     return text
 
 
+def _private_parts(url: str) -> list[str]:
+    """Return what a URL holds beside its host, which for many receivers is the password."""
+    parts = urlsplit(url)
+    return [url, parts.query, *(segment for segment in parts.path.split("/") if len(segment) > 4)]
+
+
 def _as_uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(value)
 
@@ -220,8 +254,8 @@ class _Load:
     suspected: bool = False
     """It was slow, or had never answered, when the last of them was claimed."""
 
-    def slow(self, now: float) -> bool:
-        return self.suspected or any(now - moment > STALLED_SECONDS for moment in self.started.values())
+    def stalled(self, now: float) -> bool:
+        return any(now - moment > STALLED_SECONDS for moment in self.started.values())
 
 
 class WebhookWork(Work):
@@ -236,9 +270,9 @@ class WebhookWork(Work):
     """
 
     queue: ClassVar[engine.Queue] = store.DELIVERIES
-    settle_at_once: ClassVar[bool] = True
-    # A row that waits for a thread would wait under a lease.
-    prefetch_seconds: ClassVar[float] = 0.0
+    settle_at_once: ClassVar[bool] = False
+    # Enough for the threads to be busy while the next are claimed; what waits, waits under a lease.
+    prefetch_seconds: ClassVar[float] = 0.05
     look_when_landed: ClassVar[bool] = True
 
     def __init__(self, *, owed_to: Callable[[str], str]) -> None:
@@ -247,10 +281,13 @@ class WebhookWork(Work):
         self._loads: dict[UUID, _Load] = {}
         self._results: dict[engine.Lease, WebhookResult] = {}
         self._holds: dict[UUID, tuple[float, float]] = {}
+        self._seen: dict[UUID, tuple[float, store.Target]] = {}
         self._probing: set[UUID] = set()
         self._probes: set[UUID] = set()
         self._suspected: set[UUID] = set()
         self._last = _FIRST
+        self._looked_at = 0.0
+        self._threads = 0
         self._next_at: float | None = None
 
     def settings(self) -> WebhookSettings:
@@ -265,17 +302,24 @@ class WebhookWork(Work):
 
     # --- turns
 
-    def scopes(self, room: int, *, using: str) -> Iterator[tuple[Mapping[str, Any], int]]:  # noqa: ARG002
+    def scopes(self, room: int, *, using: str) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Return the endpoints whose turn it is, from the one after the last that was served, and for how many rows."""
         settings = self.settings()
         now = time.monotonic()
+        self._next_at = None
+        # The first time, all threads are free.
+        self._threads = self._threads or room
+        if room < self._threads // 2 and now - self._looked_at < GATHER_SECONDS:
+            # Rows land one by one. A look for each would cost more than what it finds.
+            self._note_next(GATHER_SECONDS)
+            return
+        self._looked_at = now
         with self._lock:
             self._probing.clear()
             self._suspected.clear()
-            slow_room = max(1, settings.concurrency // 2) - sum(
-                len(load.started) for load in self._loads.values() if load.slow(now)
+            slow_room = max(1, self._threads // 2) - sum(
+                len(load.started) for load in self._loads.values() if load.suspected or load.stalled(now)
             )
-        self._next_at = None
         if not lookups_left():
             # All look-ups hang; a delivery that starts now would only wait for one.
             self._note_next(1.0)
@@ -300,6 +344,9 @@ class WebhookWork(Work):
                 with self._lock:
                     self._suspected.add(turn.endpoint_id)
             self._last = turn.endpoint_id
+            if turn.target is not None:
+                with self._lock:
+                    self._seen[turn.endpoint_id] = (time.monotonic(), turn.target)
             yield {"endpoint_id": turn.endpoint_id}, free
 
     def _round(self, using: str) -> Iterator[store.Turn]:
@@ -323,7 +370,7 @@ class WebhookWork(Work):
         """Return whether an endpoint counts as slow, and how many more of its rows may start."""
         with self._lock:
             load = self._loads.get(turn.endpoint_id)
-            stalled = load is not None and load.slow(time.monotonic())
+            stalled = load is not None and load.stalled(time.monotonic())
             under_way = len(load.started) if load is not None else 0
         # One that never answered gets as many as any, but is counted among the slow until it does.
         most = 1 if turn.slow or turn.half_open or (stalled and turn.proven) else settings.endpoint_concurrency
@@ -362,8 +409,15 @@ class WebhookWork(Work):
                     load.started.pop(lease.id, None)
                     if not load.started:
                         del self._loads[endpoint_id]
+                        self._seen.pop(endpoint_id, None)
                 self._probes.discard(lease.id)
                 self._results.pop(lease, None)
+
+    def seen(self, endpoint_id: UUID) -> store.Target | None:
+        """Return what the last claim saw of an endpoint, if that was a moment ago."""
+        with self._lock:
+            moment, target = self._seen.get(endpoint_id, (0.0, None))
+        return target if time.monotonic() - moment < SEEN_SECONDS else None
 
     # --- names that cannot be looked up
 

@@ -172,10 +172,11 @@ def check_url(url: str) -> str:
 
     :raises UnsafeURL: with a reason that does not quote the URL.
     """
-    return _rebuilt(url, get_settings().webhooks)
+    return judged_url(url, get_settings().webhooks)
 
 
-def _rebuilt(url: object, settings: WebhookSettings) -> str:
+def judged_url(url: object, settings: WebhookSettings) -> str:
+    """Return the URL rebuilt, as `check_url` does, under given settings."""
     if not isinstance(url, str) or not url or len(url) > URL_LIMIT:
         raise UnsafeURL(f"A webhook URL is a text of 1 to {URL_LIMIT} characters.")
     # Before anything is parsed: urlsplit deletes some of these, and parsers differ about others.

@@ -19,6 +19,7 @@ from django.db import connections, transaction
 
 from django_outbox import lease as engine
 from django_outbox import wake
+from django_outbox.lease.prepared import fetch
 from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, table_of
 from django_outbox.models import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks.health import Health
@@ -144,19 +145,60 @@ def insert_deliveries(
 # --- turns
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a delivery needs of its endpoint, as it stood when it was read."""
+
+    url: str
+    enabled: bool
+    sealed_secrets: str
+    sealed_headers: str
+    half_open: bool
+    wait_seconds: float
+    """For how long pause and breaker leave it alone; 0: they do not."""
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Target:
+        """Return it from the columns of `_target_columns`."""
+        url, enabled, sealed_secrets, sealed_headers, open_seconds, open_left, pause_left = row
+        return cls(
+            url=url,
+            enabled=bool(enabled),
+            sealed_secrets=sealed_secrets,
+            sealed_headers=sealed_headers,
+            half_open=open_seconds > 0,
+            wait_seconds=max(open_left or 0.0, pause_left or 0.0, 0.0),
+        )
+
+
+def _target_columns(dialect: Dialect) -> str:
+    return f"""e.url, e.enabled, e.sealed_secrets, e.sealed_headers, e.open_seconds,
+        {dialect.epoch("e.open_until")} - {dialect.epoch(dialect.now)},
+        {dialect.epoch("e.paused_until")} - {dialect.epoch(dialect.now)}"""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """An endpoint with deliveries to come, and what decides when how many of them may start."""
 
     endpoint_id: UUID
+    target: Target | None
+    """``None``: it does not exist any more."""
     due_seconds: float
     """Until the first of them is due; 0: now."""
     slow: bool
     proven: bool
     """It has answered before."""
-    half_open: bool
-    wait_seconds: float
-    """For how long it is to be left alone; 0: it is not."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """For how long it is to be left alone; deliveries of a disabled one are not sent, so nothing keeps them."""
+        return self.target.wait_seconds if self.target is not None and self.target.enabled else 0.0
+
+    @property
+    def half_open(self) -> bool:
+        """Whether its breaker lets one request through."""
+        return self.target is not None and self.target.enabled and self.target.half_open
 
 
 def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | None]:
@@ -198,16 +240,12 @@ def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | No
             WHERE turn.id IS NOT NULL AND turn.step < {int(limit)}
         )
         SELECT turn.id, {", ".join(left)},
-            e.id IS NOT NULL AND e.enabled, e.streak, e.mean_seconds, e.last_success_at IS NOT NULL, e.open_seconds,
-            {dialect.epoch("e.open_until")} - {dialect.epoch(dialect.now)},
-            {dialect.epoch("e.paused_until")} - {dialect.epoch(dialect.now)}
+            e.streak, e.mean_seconds, e.last_success_at IS NOT NULL, {_target_columns(dialect)}
         FROM turn LEFT JOIN {endpoints} AS e ON e.id = turn.id
         WHERE turn.id IS NOT NULL ORDER BY turn.step"""
-    with connections[using].cursor() as cursor:
-        cursor.execute(sql, [dialect.id_param(after)] * 3)
-        rows = cursor.fetchall()
+    rows = fetch(connections[using], sql, [dialect.id_param(after)] * 3, prepare=True)
     found = []
-    for given, pending, waiting, dead, active, streak, mean, proven, open_seconds, open_left, pause_left in rows:
+    for given, pending, waiting, dead, streak, mean, proven, *columns in rows:
         moments = [float(each) for each in (None if pending is None else 0.0, waiting, dead) if each is not None]
         if not moments:
             continue  # all of them are in some relay's hands
@@ -215,11 +253,9 @@ def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | No
             Turn(
                 endpoint_id=dialect.id_value(given),
                 due_seconds=max(0.0, min(moments)),
-                slow=bool(active) and Health(streak=streak, mean_seconds=mean).slow,
+                target=None if columns[0] is None else Target.of(columns),
+                slow=columns[0] is not None and Health(streak=streak, mean_seconds=mean).slow,
                 proven=bool(proven),
-                half_open=bool(active) and open_seconds > 0,
-                # Deliveries of a missing or disabled endpoint are not sent, so nothing keeps them from ending.
-                wait_seconds=max(open_left or 0.0, pause_left or 0.0, 0.0) if active else 0.0,
             )
         )
     return found, dialect.id_value(rows[-1][0]) if len(rows) == limit else None
@@ -245,60 +281,56 @@ def take_probe(endpoint_id: UUID, *, seconds: float, using: str) -> bool:
 # --- attempts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What a delivery needs of its endpoint, as it stands now."""
-
-    url: str
-    enabled: bool
-    sealed_secrets: str
-    sealed_headers: str
-    wait_seconds: float
-    """For how long pause and breaker leave it alone."""
-    half_open: bool
-
-
 def target(endpoint_id: UUID, *, using: str) -> Target | None:
-    """Return an endpoint as it stands now: URL, secrets and switch are those of this attempt."""
+    """Return an endpoint as it stands now, if it exists."""
     dialect, _, endpoints, _ = _tables(using)
     with connections[using].cursor() as cursor:
         cursor.execute(
-            f"""SELECT url, enabled, sealed_secrets, sealed_headers, open_seconds,
-                    {dialect.epoch("open_until")} - {dialect.epoch(dialect.now)},
-                    {dialect.epoch("paused_until")} - {dialect.epoch(dialect.now)}
-                FROM {endpoints} WHERE id = %s""",
-            [dialect.id_param(endpoint_id)],
+            f"SELECT {_target_columns(dialect)} FROM {endpoints} AS e WHERE e.id = %s", [dialect.id_param(endpoint_id)]
         )
         row = cursor.fetchone()
-    if row is None:
-        return None
-    return Target(
-        url=row[0],
-        enabled=bool(row[1]),
-        sealed_secrets=row[2],
-        sealed_headers=row[3],
-        wait_seconds=max(row[5] or 0.0, row[6] or 0.0, 0.0),
-        half_open=row[4] > 0,
-    )
+    return None if row is None else Target.of(row)
 
 
-def open_attempt(lease: engine.Lease, *, using: str) -> UUID | None:
+def open_attempt(lease: engine.Lease, target: Target, *, probe: bool, using: str) -> UUID | None:
     """
-    Write that a request is about to be made, if the lease still stands; return the attempt's id, or ``None``.
+    Write that a request is about to be made, and return the attempt's id.
 
-    What is written here before the process dies is an attempt with an unknown end.
+    ``None`` and nothing written: the lease is gone, or the endpoint is not what was read
+    of it: changed, disabled, paused, or its breaker open (but for the ``probe``).
+
+    What is written here before the process dies is an attempt with an unknown end. The
+    commit does not wait for the disk: a server that loses power may forget the last
+    half second of attempts, and no delivery.
     """
-    dialect, deliveries, _, attempts = _tables(using)
+    dialect, deliveries, endpoints, attempts = _tables(using)
     attempt_id = engine.new_id()
-    cast = "" if isinstance(dialect, SQLite) else "::uuid"
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            f"""INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
-                SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
-                WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')""",
-            [dialect.id_param(attempt_id), dialect.id_param(lease.id), lease.fence, lease.holder],
-        )
-        return attempt_id if cursor.rowcount else None
+    now = dialect.now
+    rested = f"""(e.paused_until IS NULL OR e.paused_until <= {now})
+        AND (e.open_seconds = 0 OR e.open_until IS NULL)"""
+    connection = connections[using]
+    cast, mode = ("", "") if isinstance(dialect, SQLite) else ("::uuid", " CROSS JOIN commit_mode")
+    lazy = "" if connection.in_atomic_block or not mode else "set_config('synchronous_commit', 'off', true)"
+    commit_mode = f"WITH commit_mode AS MATERIALIZED (SELECT {lazy or '1'})" if mode else ""
+    sql = f"""
+        INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
+        {commit_mode}
+        SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
+        JOIN {endpoints} AS e ON e.id = d.endpoint_id{mode}
+        WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')
+            AND e.enabled AND e.url = %s AND e.sealed_secrets = %s AND e.sealed_headers = %s
+            {"" if probe else f"AND {rested}"}
+        RETURNING id"""
+    params = [
+        dialect.id_param(attempt_id),
+        dialect.id_param(lease.id),
+        lease.fence,
+        lease.holder,
+        target.url,
+        target.sealed_secrets,
+        target.sealed_headers,
+    ]
+    return attempt_id if fetch(connection, sql, params, prepare=True) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from example_project.accounts.models import AuditRecord, CrmContact, CrmRequest, SentMail
+from example_project.accounts.models import AuditRecord, ConfirmedEmail, CrmContact, CrmRequest
 
 admin.site.register(AuditRecord, list_display=["action", "subject", "occurred_at", "event_id"])
-admin.site.register(SentMail, list_display=["recipient", "sent_at", "idempotency_key"])
+admin.site.register(ConfirmedEmail, list_display=["user", "confirmed_at"])
 admin.site.register(CrmContact, list_display=["email", "name"])
 admin.site.register(CrmRequest, list_display=["idempotency_key", "attempt", "accepted", "received_at"])

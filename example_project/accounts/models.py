@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from django.conf import settings
 from django.db import models
 
 
@@ -18,15 +19,14 @@ class AuditRecord(models.Model):
         return f"{self.action} {self.subject}"
 
 
-class SentMail(models.Model):
-    """One mail that was, or is about to be, handed to the mail server."""
+class ConfirmedEmail(models.Model):
+    """That somebody with access to the mailbox opened the link in the welcome mail."""
 
-    idempotency_key = models.CharField(max_length=128, unique=True)
-    recipient = models.EmailField()
-    sent_at = models.DateTimeField(null=True, blank=True)
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE)
+    confirmed_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:
-        return f"{self.recipient}: {self.sent_at or 'not sent yet'}"
+        return f"{self.user}: {self.confirmed_at}"
 
 
 class CrmContact(models.Model):

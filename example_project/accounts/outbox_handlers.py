@@ -9,11 +9,12 @@ Each one shows another way to live with that.
 from __future__ import annotations
 
 from django.core.mail import EmailMessage
-from django.utils import timezone
 
 from django_outbox import Event, on_event
+from django_outbox.mail import enqueue_email
 from example_project.accounts import crm
-from example_project.accounts.models import AuditRecord, SentMail
+from example_project.accounts.confirmation import confirmation_link
+from example_project.accounts.models import AuditRecord
 
 
 @on_event("user.created", name="audit-log", atomic=True)
@@ -33,30 +34,28 @@ def write_audit_record(event: Event) -> None:
     )
 
 
-@on_event("user.created", name="welcome-email", timeout=20)
-def send_welcome_email(event: Event) -> None:
+@on_event("user.created", name="welcome-email", atomic=True)
+def queue_welcome_email(event: Event) -> None:
     """
-    Send one welcome mail, and a second one only if the process dies at the wrong moment.
+    Queue one welcome mail, with a link that confirms the address.
 
-    The row keeps a redelivery from sending again what was sent. It cannot
-    close the gap between the mail server's "accepted" and our own commit: a
-    process killed right there sends twice. To write ``sent_at`` first would
-    turn the rare second mail into a rare missing one. The ``Message-ID`` stays
-    the same, so a mailbox that removes duplicates will remove this one.
+    The mail is a row of the email queue, so ``atomic=True`` queues it exactly once; the
+    relay then sends it, and tries again for as long as the mail server is down. Once the
+    link has expired, a mail that is still waiting is not sent any more. What it says is
+    removed when it is sent: nobody finds a working link in the database.
     """
-    mail, _ = SentMail.objects.get_or_create(
-        idempotency_key=event.idempotency_key, defaults={"recipient": event.payload["email"]}
+    link, expires_at = confirmation_link(event.payload["user_id"])
+    enqueue_email(
+        EmailMessage(
+            subject="Welcome",
+            body=f"Hello {event.payload['username']},\n\nplease confirm your address: {link}\n",
+            to=[event.payload["email"]],
+        ),
+        idempotency_key=event.idempotency_key,
+        priority="urgent",
+        expires_at=expires_at,
+        sensitive=True,
     )
-    if mail.sent_at is not None:
-        return
-    EmailMessage(
-        subject="Welcome",
-        body=f"Hello {event.payload['username']},\n\nyour account is ready.\n",
-        to=[mail.recipient],
-        headers={"Message-ID": f"<welcome.{event.id}@example.com>"},
-    ).send()
-    mail.sent_at = timezone.now()
-    mail.save(update_fields=["sent_at"])
 
 
 @on_event("user.created", name="crm-sync")

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import re
+
 from django.contrib.auth.models import User
 from django.core import mail
 from django.db import transaction
 from django.test import TestCase
 
-from django_outbox.models import OutboxEvent
+from django_outbox.models import OutboxEmail, OutboxEvent
 from django_outbox.testing import assert_emitted, drain, travel
-from example_project.accounts.models import AuditRecord, CrmContact
+from example_project.accounts.models import AuditRecord, ConfirmedEmail, CrmContact
 from example_project.accounts.registration import register
 
 
@@ -36,7 +38,7 @@ class RegistrationTest(TestCase):
     def test_only_the_handler_that_failed_runs_again(self) -> None:
         """Three deliveries, of which the CRM refuses its own twice."""
         register(username="amber", email="amber@example.com")
-        assert drain() == {"waiting": 1}
+        assert drain() == {"waiting": 1, "done": 1}  # the event waits for its CRM; the mail is out
         with travel(minutes=1):
             assert drain() == {"waiting": 1}
         with travel(minutes=2):
@@ -44,6 +46,24 @@ class RegistrationTest(TestCase):
         assert CrmContact.objects.count() == 1
         assert AuditRecord.objects.count() == 1
         assert [message.to for message in mail.outbox] == [["amber@example.com"]]
+
+    def test_the_link_in_the_welcome_mail_confirms_the_address(self) -> None:
+        """And a forged or an old one does not."""
+        user = register(username="amber", email="amber@example.com")
+        drain()
+        link = re.findall(r"http://[^/]+(/confirm/\S+)", str(mail.outbox[0].body))[0]
+        self.assertContains(self.client.get(link), "confirmed")
+        assert ConfirmedEmail.objects.get().user == user
+        assert self.client.get(link[:-2] + "x/").status_code == 400
+
+    def test_a_link_that_has_expired_is_not_sent(self) -> None:
+        """The mail server was down for longer than the link is good for."""
+        register(username="amber", email="amber@example.com")
+        drain(queues=["events"])
+        with travel(hours=25):
+            drain(queues=["email"])
+        assert mail.outbox == []
+        assert OutboxEmail.objects.get().failure_kind == "expired"
 
     def test_a_rolled_back_registration_leaves_nothing(self) -> None:
         """The event is one of the rows that go."""

@@ -1,12 +1,16 @@
-"""The registration page."""
+"""The registration page, and the one behind the link in the welcome mail."""
 
 from __future__ import annotations
 
+from django.contrib.auth.models import User
+from django.core import signing
 from django.db import IntegrityError
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import redirect, render
+from django.shortcuts import get_object_or_404, redirect, render
 
+from example_project.accounts.confirmation import confirmed_user_id
 from example_project.accounts.forms import RegistrationForm
+from example_project.accounts.models import ConfirmedEmail
 from example_project.accounts.registration import register
 
 
@@ -32,3 +36,13 @@ def register_view(request: HttpRequest) -> HttpResponse:
 def registered_view(request: HttpRequest) -> HttpResponse:
     """Say that it worked."""
     return render(request, "accounts/registered.html")
+
+
+def confirm_view(request: HttpRequest, token: str) -> HttpResponse:
+    """Confirm the address to which the link was sent, if it is not too old."""
+    try:
+        user = get_object_or_404(User, pk=confirmed_user_id(token))
+    except signing.BadSignature:
+        return render(request, "accounts/confirmed.html", {"user": None}, status=400)
+    ConfirmedEmail.objects.get_or_create(user=user)
+    return render(request, "accounts/confirmed.html", {"user": user})

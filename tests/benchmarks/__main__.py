@@ -29,9 +29,15 @@ WORKLOADS = (
     "fanout",
     "idle",
     "memory",
+    "mail_enqueue",
+    "mail_send",
+    "mail_memory",
+    "webhooks",
+    "hook_fanout",
+    "hook_fairness",
     "tasks",
-    "enqueue",
-    "deferred",
+    "task_enqueue",
+    "task_deferred",
 )
 
 
@@ -106,12 +112,12 @@ def main() -> int:
     with server():
         django.setup()
         # These use models, and the settings the server's URL.
-        from tests.benchmarks import draining, tasking, waiting, writing
+        from tests.benchmarks import draining, hooks, mailing, tasking, waiting, writing
         from tests.benchmarks.harness import Bench, databases, progress
 
         functions = {
             name: function
-            for module in (writing, draining, waiting, tasking)
+            for module in (writing, draining, waiting, mailing, hooks, tasking)
             for name, function in vars(module).items()
             if name in WORKLOADS
         }

@@ -51,6 +51,18 @@ DATABASES = {
     },
 }
 
+EMAIL_HOST = "127.0.0.1"
+EMAIL_PORT = int(os.environ.get("BENCH_MAIL_PORT", "9"))
+
+OUTBOX = {
+    "EMAIL": {"BACKEND": "django.core.mail.backends.smtp.EmailBackend"},
+    "WEBHOOKS": {
+        "ALLOW_HTTP": True,
+        "ALLOW_NETWORKS": ["127.0.0.0/8"],
+        "ALLOW_PORTS": [443, *map(int, os.environ.get("BENCH_WEBHOOK_PORTS", "").split())],
+    },
+}
+
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,

@@ -1,0 +1,1 @@
+"""The other side: a site that receives webhooks. It would be somebody else's project."""
