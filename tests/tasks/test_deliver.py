@@ -280,6 +280,17 @@ def test_a_task_that_this_code_does_not_know_is_parked(path: str, words: str) ->
     assert engine.backlog(TASKS, using="default").parked == {path: 1}
 
 
+def test_the_log_names_it_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django_outbox.tasks.deliver._told", {})
+    for _ in range(3):
+        unknown("shop.tasks.gone")
+    with caplog.at_level(logging.WARNING, logger="django_outbox.tasks"):
+        drain()
+    lines = [record.getMessage() for record in caplog.records if record.name == "django_outbox.tasks"]
+    assert len(lines) == 1
+    assert lines[0].startswith("no such task here, its calls wait task=shop.tasks.gone id=")
+
+
 def test_it_is_run_by_a_relay_that_has_the_code() -> None:
     result = unknown()
     drain()
