@@ -301,6 +301,8 @@ class TaskWork(Work):
     def __init__(self, owed_to: Callable[[str], str], only: Sequence[str] = ()) -> None:
         self._owed_to = owed_to
         self._only = tuple(dict.fromkeys(only))
+        self._found = 0
+        """Looks in a row that found something due."""
 
     @property
     def label(self) -> str:
@@ -329,7 +331,7 @@ class TaskWork(Work):
         of them waits until another is empty.
         """
         lanes: dict[int, list[str]] = defaultdict(list)
-        for scope in engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only):
+        for scope in self._due_scopes(using):
             if scope.seconds <= 0:
                 name, priority = scope.values
                 lanes[priority].append(name)
@@ -343,8 +345,15 @@ class TaskWork(Work):
 
     def next_due_seconds(self, *, using: str) -> float | None:
         """Return the seconds until something can be claimed, 0 for now, ``None`` if nothing is in sight."""
-        scopes = engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only)
+        scopes = self._due_scopes(using)
         return scopes[0].seconds if scopes else None
+
+    def _due_scopes(self, using: str) -> list[engine.Scope]:
+        # After a look that found something comes one that finds nothing, unless there is a backlog.
+        prepare = self._found < 2
+        scopes = engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only, prepare=prepare)
+        self._found = self._found + 1 if scopes and scopes[0].seconds <= 0 else 0
+        return scopes
 
     def announce(self, settled: engine.Settled, status: str) -> engine.NewRow:
         """Return the event that says that a task is dead or failed."""
