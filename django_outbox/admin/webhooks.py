@@ -31,11 +31,11 @@ from django_outbox.admin.queue import QueueAdmin, again, ago, both, exact, held,
 from django_outbox.conf import get_settings
 from django_outbox.errors import InvalidSettings
 from django_outbox.models import Status, WebhookAttempt, WebhookDelivery, WebhookEndpoint
+from django_outbox.webhooks.box import custom_headers
 from django_outbox.webhooks.endpoints import (
     change_endpoint,
     check_event_types,
     create_endpoint,
-    custom_headers,
     disable_endpoint,
     enable_endpoint,
     pause_endpoint,

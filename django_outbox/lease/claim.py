@@ -114,7 +114,8 @@ class Claimer:
                     attempts=attempts,
                     status=status,
                     age=age,
-                    suspect=bool(last_holder),
+                    # Ourselves we did not kill: the answer to a claim was lost, or a release was.
+                    suspect=last_holder not in {"", self.holder},
                     lost_leases=lost,
                     quiet=bool(quiet),
                     was_dead=bool(was_dead),

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from django_outbox import lease as engine
+from django_outbox import wake
 from django_outbox.relay.connections import DATABASE_TROUBLE, DatabaseHealth
-from django_outbox.relay.flights import Flights
+from django_outbox.relay.flights import Flight, Flights
 
 TICK_SECONDS: Final = 0.1
 
@@ -57,8 +58,8 @@ class Keeper:
                     self._overloaded()
 
     def renew_until_ended(self) -> None:
-        """Renew what is in hand at a third of its lease, and give back what was not started at two thirds."""
-        check_every = min(1.0, self._shortest_lease / 12)
+        """Renew what is in hand at a third of its lease; give back what has no prospect of being started soon."""
+        check_every = min(0.5, self._shortest_lease / 12)
         checked = time.monotonic()
         while self._tick():
             if time.monotonic() - checked >= check_every:
@@ -100,7 +101,17 @@ class Keeper:
             self._health.failed("renew", error)
             return
         for lane in self._flights.lanes:
-            late = lane.withdraw(lambda flight: flight.lease.deadline - now < flight.lease.seconds / 3)
+            clogged = lane.is_clogged(now)
+            late = lane.withdraw(
+                _anything if clogged else lambda flight: flight.lease.deadline - now < flight.lease.seconds / 3
+            )
             if late:
                 lane.note_slow()
                 self._flights.release(late)
+                if clogged:
+                    # Another relay may have threads to spare, and sleeps as long as these were leased.
+                    wake.notify(self._flights.using, queue=lane.work.queue.name)
+
+
+def _anything(_: Flight) -> bool:
+    return True

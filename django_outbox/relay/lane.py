@@ -29,6 +29,7 @@ from django_outbox.relay.isolator import COROUTINE_GRACE_SECONDS
 logger = logging.getLogger("django_outbox.relay")
 
 IN_FLIGHT_LIMIT: Final = 1_500
+CLOGGED_SECONDS: Final = 1.0
 _T = TypeVar("_T")
 
 
@@ -149,6 +150,12 @@ class Lane:
         """Learn from rows that ended how long one takes."""
         mean = sum(flight.elapsed for flight, _ in ended) / len(ended)
         self.row_seconds += (mean - self.row_seconds) * min(1.0, len(ended) / 50)
+
+    def is_clogged(self, now: float) -> bool:
+        """Return whether rows are ready, and all threads have been at one step each for longer than rows may wait."""
+        return bool(self.ready) and all(
+            slot.flight is not None and now - slot.started > CLOGGED_SECONDS for slot in list(self._slots)
+        )
 
     def note_slow(self) -> None:
         """Learn from rows that had to be given back unstarted: no more than there are threads, until rows end again."""

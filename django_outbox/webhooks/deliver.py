@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Final
@@ -15,15 +15,16 @@ from uuid import UUID
 
 from django_outbox import lease as engine
 from django_outbox import wake
-from django_outbox.conf import WEBHOOK_LEASE_MARGIN_SECONDS, WebhookSettings, get_settings
+from django_outbox.conf import WebhookSettings, get_settings
 from django_outbox.delivery import LeaseLost, Result, SingleRun, Work
-from django_outbox.errors import InvalidSettings, UnsafeURL, clean_error
+from django_outbox.errors import InvalidSettings, UnsafeURL, clean_error, clean_text
 from django_outbox.webhooks import store
-from django_outbox.webhooks.endpoints import custom_headers, secrets_in_force
-from django_outbox.webhooks.guard import LOOKUP_SECONDS, LookupFailed, judged_url, look_up, lookups_left, shown_url
+from django_outbox.webhooks.box import custom_headers, secrets_in_force
+from django_outbox.webhooks.guard import LOOKUP_SECONDS, LookupFailed, judged_url, look_up, shown_url
 from django_outbox.webhooks.health import End, Notice, after, retry_after_seconds
 from django_outbox.webhooks.signing import sign
-from django_outbox.webhooks.transport import RESPONSE_LIMIT, Answer, send
+from django_outbox.webhooks.transport import Answer, send
+from django_outbox.webhooks.turns import Turns, endpoint_of
 
 logger = logging.getLogger("django_outbox.webhooks")
 
@@ -33,23 +34,10 @@ STEP_MARGIN_SECONDS: Final = 10.0
 
 LOOKUP_FOR_SECONDS: Final = 6 * 3_600.0
 """Age up to which a name that cannot be looked up costs its deliveries nothing."""
-LOOKUP_HOLD_SECONDS: Final = 5.0
-LOOKUP_LONGEST_HOLD_SECONDS: Final = 300.0
-
-STALLED_SECONDS: Final = 2.0
-"""A request that takes longer makes its endpoint slow for the time being."""
-
-GATHER_SECONDS: Final = 0.01
-"""Looks for a few free threads are no nearer to one another."""
-
-_PAGE: Final = 64
-_FIRST: Final = UUID(int=0)
 
 
 READS_LIMIT: Final = 3
 """How often a delivery reads an endpoint that is changed under its hands; then its lease must be gone."""
-SEEN_SECONDS: Final = 5.0
-"""Age up to which what a claim saw of an endpoint is tried first."""
 
 
 @lru_cache(maxsize=1_024)
@@ -82,7 +70,7 @@ class WebhookRun(SingleRun):
         self._probe = probe
         self._settings = work.settings()
         self._target: store.Target | None = None
-        self._endpoint_id = _as_uuid(lease.content["endpoint_id"])
+        self._endpoint_id = endpoint_of(lease)
         # One time limit for the step, beyond those of its parts, so that theirs are what is met.
         self.timeout = LOOKUP_SECONDS + self._settings.timeout_seconds + STEP_MARGIN_SECONDS
 
@@ -90,7 +78,7 @@ class WebhookRun(SingleRun):
         """Return how the delivery ends if nothing is to be sent; a pause spends no attempt."""
         # As the claim saw it a moment ago; before the request, the attempt's row is only
         # written if that still holds.
-        self._target = self._work.seen(self._endpoint_id) or store.target(self._endpoint_id, using=self.using)
+        self._target = self._work.turns.seen(self._endpoint_id) or store.target(self._endpoint_id, using=self.using)
         return self._refusal(self._target)
 
     def _refusal(self, target: store.Target | None) -> Result | None:
@@ -98,7 +86,7 @@ class WebhookRun(SingleRun):
             return _over(store.ENDPOINT_MISSING, "the endpoint does not exist any more")
         if not target.enabled:
             return _over(store.ENDPOINT_DISABLED, "the endpoint is disabled")
-        paused = target.wait_seconds > 0 or target.half_open or self._work.on_hold(self._endpoint_id)
+        paused = target.wait_seconds > 0 or target.half_open or self._work.turns.on_hold(self._endpoint_id)
         left = self.lease.deadline - time.monotonic()
         if (paused and not self._probe) or left < LOOKUP_SECONDS + self._settings.timeout_seconds:
             return Result(outcome=engine.Released())
@@ -126,7 +114,7 @@ class WebhookRun(SingleRun):
             return _over(error.code, clean_error(str(error)))
         except LookupFailed as error:
             return self._not_found(error)
-        self._work.found(self._endpoint_id)
+        self._work.turns.found(self._endpoint_id)
         try:
             # Until when a secret is in force was written by the database's clock.
             secrets = secrets_in_force(target.sealed_secrets, now=self.lease.clock.now())
@@ -166,7 +154,7 @@ class WebhookRun(SingleRun):
 
     def _not_found(self, error: LookupFailed) -> Result:
         """Park the delivery: no request was made, so no attempt is spent, up to a bound."""
-        self._work.not_found(self._endpoint_id)
+        self._work.turns.not_found(self._endpoint_id)
         spent = self.lease.age_now >= LOOKUP_FOR_SECONDS
         return WebhookResult(
             clean_error(str(error)), outcome=engine.Park(spent=spent), columns={"reason": "lookup_failed"}
@@ -195,7 +183,8 @@ class WebhookRun(SingleRun):
             http_status=status,
             duration_ms=round(answer.seconds * 1_000),
             error=error,
-            response=clean_error(_hidden(answer.body.decode("utf-8", "replace"), confidential), limit=RESPONSE_LIMIT),
+            # Patterns would find more, but take a quarter of a second for a body made to hurt them.
+            response=clean_text(_hidden(answer.body.decode("utf-8", "replace"), confidential)),
             address=answer.address,
         )
         outcome: engine.Outcome | None = None
@@ -230,7 +219,7 @@ def _words(answer: Answer) -> str:
 def _hidden(text: str, confidential: Sequence[str]) -> str:
     """Return a text without our secrets, should a server send them back."""
     for value in confidential:
-        for part in (value, *value.split()):
+        for part in (value, *value.split(None, 1)):
             if len(part) >= 4:
                 text = text.replace(part, "[hidden]")
     return text
@@ -246,25 +235,10 @@ def _as_uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(value)
 
 
-@dataclass(slots=True)
-class _Load:
-    """What this process has under way at one endpoint."""
-
-    started: dict[UUID, float]
-    suspected: bool = False
-    """It was slow, or had never answered, when the last of them was claimed."""
-
-    def stalled(self, now: float) -> bool:
-        return any(now - moment > STALLED_SECONDS for moment in self.started.values())
-
-
 class WebhookWork(Work):
     """
-    The webhook queue, as the relay sees it.
+    The webhook queue, as the relay sees it. Its endpoints take turns; see `turns`.
 
-    Endpoints take turns, in the order of their ids: each may have a few requests under
-    way, a slow or failing one a single one, and all slow ones together at most half of
-    the threads. One that is paused, or whose breaker is open, is passed over.
     ``owed_to`` says to which handlers an event of a type is owed, as `OutboxEvent`
     stores it.
     """
@@ -276,19 +250,10 @@ class WebhookWork(Work):
     look_when_landed: ClassVar[bool] = True
 
     def __init__(self, *, owed_to: Callable[[str], str]) -> None:
+        self.turns = Turns()
         self._owed_to = owed_to
         self._lock = threading.Lock()
-        self._loads: dict[UUID, _Load] = {}
         self._results: dict[engine.Lease, WebhookResult] = {}
-        self._holds: dict[UUID, tuple[float, float]] = {}
-        self._seen: dict[UUID, tuple[float, store.Target]] = {}
-        self._probing: set[UUID] = set()
-        self._probes: set[UUID] = set()
-        self._suspected: set[UUID] = set()
-        self._last = _FIRST
-        self._looked_at = 0.0
-        self._threads = 0
-        self._next_at: float | None = None
 
     def settings(self) -> WebhookSettings:
         """Return the settings in force."""
@@ -296,153 +261,26 @@ class WebhookWork(Work):
 
     def start(self, lease: engine.Lease, *, using: str) -> WebhookRun:
         """Return the run of a delivery."""
-        with self._lock:
-            probe = lease.id in self._probes
-        return WebhookRun(lease, using=using, work=self, probe=probe)
+        return WebhookRun(lease, using=using, work=self, probe=self.turns.is_probe(lease))
 
-    # --- turns
-
-    def scopes(self, room: int, *, using: str) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Return the endpoints whose turn it is, from the one after the last that was served, and for how many rows."""
-        settings = self.settings()
-        now = time.monotonic()
-        self._next_at = None
-        # The first time, all threads are free.
-        self._threads = self._threads or room
-        if room < self._threads // 2 and now - self._looked_at < GATHER_SECONDS:
-            # Rows land one by one. A look for each would cost more than what it finds.
-            self._note_next(GATHER_SECONDS)
-            return
-        self._looked_at = now
-        with self._lock:
-            self._probing.clear()
-            self._suspected.clear()
-            slow_room = max(1, self._threads // 2) - sum(
-                len(load.started) for load in self._loads.values() if load.suspected or load.stalled(now)
-            )
-        if not lookups_left():
-            # All look-ups hang; a delivery that starts now would only wait for one.
-            self._note_next(1.0)
-            return
-        for turn in self._round(using):
-            wait = max(turn.due_seconds, turn.wait_seconds, self._hold_left(turn.endpoint_id))
-            if wait > 0:
-                self._note_next(wait)
-                continue
-            suspected, free = self._free(turn, settings, slow_room)
-            if turn.half_open and free > 0:
-                free = 1
-                if not store.take_probe(turn.endpoint_id, seconds=_probe_seconds(settings), using=using):
-                    self._note_next(1.0)
-                    continue
-                with self._lock:
-                    self._probing.add(turn.endpoint_id)
-            if free <= 0:
-                continue  # one of its rows has to land first, which wakes the claim loop
-            if suspected:
-                slow_room -= free
-                with self._lock:
-                    self._suspected.add(turn.endpoint_id)
-            self._last = turn.endpoint_id
-            if turn.target is not None:
-                with self._lock:
-                    self._seen[turn.endpoint_id] = (time.monotonic(), turn.target)
-            yield {"endpoint_id": turn.endpoint_id}, free
-
-    def _round(self, using: str) -> Iterator[store.Turn]:
-        """Go once through all endpoints with deliveries to come, from the one after the last served."""
-        start = after = self._last
-        wrapped = start == _FIRST
-        while True:
-            found, more = store.turns(after, limit=_PAGE, using=using)
-            for turn in found:
-                if after < start and turn.endpoint_id > start:
-                    return
-                yield turn
-            if more is not None:
-                after = more
-            elif wrapped:
-                return
-            else:
-                wrapped, after = True, _FIRST
-
-    def _free(self, turn: store.Turn, settings: WebhookSettings, slow_room: int) -> tuple[bool, int]:
-        """Return whether an endpoint counts as slow, and how many more of its rows may start."""
-        with self._lock:
-            load = self._loads.get(turn.endpoint_id)
-            stalled = load is not None and load.stalled(time.monotonic())
-            under_way = len(load.started) if load is not None else 0
-        # One that never answered gets as many as any, but is counted among the slow until it does.
-        most = 1 if turn.slow or turn.half_open or (stalled and turn.proven) else settings.endpoint_concurrency
-        suspected = turn.slow or stalled or not turn.proven
-        free = most - under_way
-        return suspected, min(free, slow_room) if suspected else free
-
-    def _note_next(self, seconds: float) -> None:
-        moment = time.monotonic() + seconds
-        self._next_at = moment if self._next_at is None else min(self._next_at, moment)
+    def scopes(self, room: int, *, using: str) -> Iterable[tuple[Mapping[str, Any], int]]:
+        """Return the endpoints whose turn it is."""
+        return self.turns.scopes(room, self.settings(), using=using)
 
     def next_due_seconds(self, *, using: str) -> float | None:  # noqa: ARG002
-        """Return the seconds until an endpoint that was passed over may be served, as the last round saw it."""
-        return None if self._next_at is None else max(0.0, self._next_at - time.monotonic())
+        """Return the seconds until an endpoint that was passed over may be served."""
+        return self.turns.next_seconds()
 
     def claimed(self, leases: Sequence[engine.Lease]) -> None:
-        """Count rows under way, and note which of them are probes."""
-        now = time.monotonic()
-        with self._lock:
-            for lease in leases:
-                endpoint_id = _as_uuid(lease.content["endpoint_id"])
-                load = self._loads.setdefault(endpoint_id, _Load({}))
-                load.started[lease.id] = now
-                load.suspected = endpoint_id in self._suspected
-                if endpoint_id in self._probing:
-                    self._probing.discard(endpoint_id)
-                    self._probes.add(lease.id)
+        """Count rows under way at their endpoints."""
+        self.turns.claimed(leases)
 
     def landed(self, leases: Sequence[engine.Lease]) -> None:
         """Count them no longer."""
+        self.turns.landed(leases)
         with self._lock:
             for lease in leases:
-                endpoint_id = _as_uuid(lease.content["endpoint_id"])
-                load = self._loads.get(endpoint_id)
-                if load is not None:
-                    load.started.pop(lease.id, None)
-                    if not load.started:
-                        del self._loads[endpoint_id]
-                        self._seen.pop(endpoint_id, None)
-                self._probes.discard(lease.id)
                 self._results.pop(lease, None)
-
-    def seen(self, endpoint_id: UUID) -> store.Target | None:
-        """Return what the last claim saw of an endpoint, if that was a moment ago."""
-        with self._lock:
-            moment, target = self._seen.get(endpoint_id, (0.0, None))
-        return target if time.monotonic() - moment < SEEN_SECONDS else None
-
-    # --- names that cannot be looked up
-
-    def on_hold(self, endpoint_id: UUID) -> bool:
-        """Return whether the endpoint's name could not be looked up a moment ago."""
-        return self._hold_left(endpoint_id) > 0
-
-    def _hold_left(self, endpoint_id: UUID) -> float:
-        with self._lock:
-            until, _ = self._holds.get(endpoint_id, (0.0, 0.0))
-        return max(0.0, until - time.monotonic()) if until else 0.0
-
-    def not_found(self, endpoint_id: UUID) -> None:
-        """Hold the endpoint's other deliveries for a while, longer each time."""
-        now = time.monotonic()
-        with self._lock:
-            until, seconds = self._holds.get(endpoint_id, (0.0, 0.0))
-            if until <= now:
-                seconds = min(2 * seconds or LOOKUP_HOLD_SECONDS, LOOKUP_LONGEST_HOLD_SECONDS)
-                self._holds[endpoint_id] = (now + seconds, seconds)
-
-    def found(self, endpoint_id: UUID) -> None:
-        """Forget that its name could not be looked up."""
-        with self._lock:
-            self._holds.pop(endpoint_id, None)
 
     # --- what a settle writes along
 
@@ -467,7 +305,7 @@ class WebhookWork(Work):
                 exhausted = (
                     status == "dead" and not settled.lease.was_dead and isinstance(settled.outcome, engine.Retry)
                 )
-                endpoint_id = _as_uuid(settled.lease.content["endpoint_id"])
+                endpoint_id = endpoint_of(settled.lease)
                 ends.setdefault(endpoint_id, []).append(replace(result.end, exhausted=exhausted))
         if ends:
             self._keep_health(ends, using)
@@ -515,7 +353,7 @@ class WebhookWork(Work):
                 "id": lease.text,
                 "event_id": event_id,
                 "event_type": lease.content["event_type"],
-                "endpoint_id": str(_as_uuid(lease.content["endpoint_id"])),
+                "endpoint_id": str(endpoint_of(lease)),
                 "status": status,
                 "reason": reason,
                 "attempts": lease.attempts,
@@ -541,8 +379,3 @@ class WebhookWork(Work):
     def purge(self, *, using: str, limit: int) -> int:
         """Delete done deliveries past their retention, and those of missing and disabled endpoints after 30 days."""
         return super().purge(using=using, limit=limit) + store.purge_unwanted(using=using, limit=limit)
-
-
-def _probe_seconds(settings: WebhookSettings) -> float:
-    """Return for how long the request that a half-open breaker lets through keeps out the others."""
-    return LOOKUP_SECONDS + settings.timeout_seconds + WEBHOOK_LEASE_MARGIN_SECONDS

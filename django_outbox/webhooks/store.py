@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
+from django.apps import apps
 from django.db import connections, transaction
 
 from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.lease.prepared import fetch
 from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, table_of
-from django_outbox.models import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks.health import Health
 
 ENDPOINT_DISABLED: Final = "endpoint_disabled"
@@ -33,8 +33,13 @@ UNWANTED: Final = (ENDPOINT_DISABLED, ENDPOINT_GONE, ENDPOINT_MISSING)
 UNWANTED_SECONDS: Final = 30 * 86_400.0
 
 
+def _model(name: str) -> Any:
+    """Return a model of ours, late: a relay's child process imports this before Django is set up."""
+    return apps.get_model("django_outbox", name)
+
+
 def _forget_attempts(ids: Sequence[UUID], using: str) -> None:
-    WebhookAttempt.objects.using(using).filter(delivery_id__in=list(ids)).delete()
+    _model("WebhookAttempt").objects.using(using).filter(delivery_id__in=list(ids)).delete()
 
 
 DELIVERIES: Final = engine.Queue(
@@ -52,7 +57,7 @@ DELIVERIES: Final = engine.Queue(
 def _tables(using: str) -> tuple[Dialect, str, str, str]:
     connection = connections[using]
     quote = connection.ops.quote_name
-    endpoints, attempts = WebhookEndpoint._meta.db_table, WebhookAttempt._meta.db_table
+    endpoints, attempts = (_model(name)._meta.db_table for name in ("WebhookEndpoint", "WebhookAttempt"))
     return dialect_of(connection), table_of(DELIVERIES, connection), quote(endpoints), quote(attempts)
 
 
@@ -453,7 +458,11 @@ def write_health(healths: Mapping[UUID, Health], *, using: str) -> None:
 
 def dead_since(endpoint_id: UUID, since: datetime, *, using: str, after: UUID | None, limit: int) -> list[UUID]:
     """Return dead deliveries of an endpoint that were created since, oldest first, a page at a time."""
-    rows = WebhookDelivery.objects.using(using).filter(endpoint_id=endpoint_id, status="dead", created_at__gte=since)
+    rows = (
+        _model("WebhookDelivery")
+        .objects.using(using)
+        .filter(endpoint_id=endpoint_id, status="dead", created_at__gte=since)
+    )
     if after is not None:
         rows = rows.filter(id__gt=after)
     return list(rows.order_by("id").values_list("id", flat=True)[:limit])
@@ -476,5 +485,5 @@ def purge_unwanted(*, using: str, limit: int) -> int:
         )
         ids = [dialect.id_value(row[0]) for row in cursor.fetchall()]
         _forget_attempts(ids, using)
-        WebhookDelivery.objects.using(using).filter(id__in=ids).delete()
+        _model("WebhookDelivery").objects.using(using).filter(id__in=ids).delete()
     return len(ids)

@@ -108,9 +108,6 @@ def test_a_long_handler_keeps_no_lock_and_nobody_waiting(settings: Any, starts: 
         two.wait_until_idle()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a relay whose threads are all busy keeps what it claimed ahead for 2/3 of a lease"
-)
 def test_what_a_busy_relay_claimed_ahead_does_not_wait_while_another_is_idle(settings: Any, starts: Starts) -> None:
     """Two relays with one thread each; both claim ahead, one of them is busy for as long as the test wants."""
     configure(settings, events={})

@@ -180,8 +180,8 @@ def test_one_step_has_three_starts_when_it_costs_its_process(parcels: ParcelWork
     """Its holders are gone each time, and the last two starts are marked; a fourth there is not."""
     parcels.perform = calls.add
     (id_,) = insert()
-    claimer = engine.Claimer(PARCELS, holder="gone", using="default")
     for marks in (None, 1, 2):
+        claimer = engine.Claimer(PARCELS, holder=f"gone after {marks}", using="default")
         (lease,) = claimer.claim(1, lease_seconds=5)
         run = parcels.start(lease, using="default")
         assert run.next_step() is run  # and its process dies here

@@ -930,7 +930,7 @@ def test_an_operators_retry_gives_a_blamed_handler_a_new_life(two_handlers: list
 
 def test_a_mark_that_cannot_be_written_starts_nothing(two_handlers: list[str]) -> None:
     insert(handlers=("good", "bad"))
-    claim_one()
+    claim_one(holder="relay-0")
     with travel(seconds=61):
         stale = claim_one()
         with travel(seconds=61):
@@ -940,6 +940,16 @@ def test_a_mark_that_cannot_be_written_starts_nothing(two_handlers: list[str]) -
     assert run.lost
     assert run.complete
     assert two_handlers == []
+
+
+def test_a_row_is_suspect_after_another_holder_and_not_after_oneself() -> None:
+    """A process that claims cannot have died of the row: only the answer to its claim, or to its release, was lost."""
+    insert()
+    assert not claim_one(holder="relay-0").suspect
+    with travel(seconds=61):
+        assert not claim_one(holder="relay-0").suspect
+    with travel(seconds=122):
+        assert claim_one(holder="relay-1").suspect
 
 
 def test_a_suspect_that_succeeds_leaves_no_mark(two_handlers: list[str]) -> None:

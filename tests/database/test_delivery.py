@@ -73,7 +73,7 @@ def announcements() -> list[OutboxEvent]:
 
 
 def claim_one() -> engine.Lease:
-    (lease,) = engine.Claimer(EVENTS, holder="relay-1", using=USING).claim(1, lease_seconds=60)
+    (lease,) = engine.Claimer(EVENTS, holder=engine.holder_name(), using=USING).claim(1, lease_seconds=60)
     return lease
 
 

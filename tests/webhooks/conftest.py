@@ -12,7 +12,7 @@ from django_outbox.events import registry
 from django_outbox.models import WebhookEndpoint
 from django_outbox.relay.queues import WORK
 from django_outbox.webhooks import WebhookWork, create_endpoint
-from django_outbox.webhooks.endpoints import unseal
+from django_outbox.webhooks.box import unseal
 from tests.webhooks.servers import Server
 
 MakeEndpoint = Callable[..., WebhookEndpoint]
@@ -24,6 +24,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> WebhookWork:
     fresh = WebhookWork(owed_to=registry.deliveries)
     monkeypatch.setitem(cast("dict[str, Work]", WORK), "webhooks", fresh)
     return fresh
+
+
+def prove(endpoint: WebhookEndpoint) -> None:
+    """Have an endpoint answered once, so that it is not one of those that have to prove themselves."""
+    WebhookEndpoint.objects.filter(pk=endpoint.pk).update(last_success_at=endpoint.created_at)
 
 
 def secret_of(endpoint: WebhookEndpoint) -> str:

@@ -16,7 +16,7 @@ from django.urls import reverse
 
 from django_outbox.models import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks import disable_endpoint, fan_out
-from django_outbox.webhooks.endpoints import custom_headers, unseal
+from django_outbox.webhooks.box import custom_headers, unseal
 from tests.webhooks.conftest import MakeEndpoint, secret_of
 from tests.webhooks.servers import Server, answer
 from tests.webhooks.test_deliver import event, send

@@ -30,7 +30,7 @@ from django_outbox.webhooks import (
     send_test,
     verify,
 )
-from tests.webhooks.conftest import MakeEndpoint, secret_of
+from tests.webhooks.conftest import MakeEndpoint, prove, secret_of
 from tests.webhooks.servers import Server, answer, silent_port
 
 pytestmark = pytest.mark.django_db
@@ -215,6 +215,7 @@ def test_an_endpoint_that_answers_gone_is_disabled_and_its_other_deliveries_end_
     receiver: Server, endpoint_for: MakeEndpoint
 ) -> None:
     endpoint = endpoint_for(receiver, organization_id="acme")
+    prove(endpoint)
     receiver.behaviour = answer(410)
     for _ in range(3):
         fan_out(event(organization_id="acme"))
@@ -277,10 +278,10 @@ def test_a_passing_failure_of_the_look_up_costs_nothing(
     row = the_delivery()
     assert (row.attempts, row.reason) == (0, "lookup_failed")
     assert "Temporary failure" in row.last_error
-    work._holds.clear()
+    work.turns.forget_holds()
     with travel(minutes=1):
         assert send() == {"waiting": 1}
-        work._holds.clear()
+        work.turns.forget_holds()
     with travel(minutes=2):
         assert send() == {"done": 1}
     assert len(attempts()) == 1
@@ -296,25 +297,25 @@ def test_a_name_that_is_never_found_does_not_retry_for_ever(
     resolve(monkeypatch, AGAIN)
     fan_out(event())
     for hours, status in ((0, "waiting"), (5, "waiting"), (7, "dead"), (30, "dead"), (24 * 8, "dead")):
-        work._holds.clear()
+        work.turns.forget_holds()
         with travel(hours=hours):
             assert send() == {status: 1}, hours
     assert the_delivery().due_at is None
     assert attempts() == []
     assert [each.payload["reason"] for each in announcements()] == ["lookup_failed"]
-    work._holds.clear()
+    work.turns.forget_holds()
 
 
 def test_the_endpoints_other_deliveries_wait_after_a_failed_look_up(
     receiver: Server, endpoint_for: MakeEndpoint, monkeypatch: pytest.MonkeyPatch, work: WebhookWork
 ) -> None:
-    endpoint_for(receiver, url=f"http://hook.test:{receiver.port}/in")
+    prove(endpoint_for(receiver, url=f"http://hook.test:{receiver.port}/in"))
     resolve(monkeypatch, AGAIN)
     for _ in range(3):
         fan_out(event())
     assert send() == {"waiting": 1, "released": 2}
     assert send() == {}
-    work._holds.clear()
+    work.turns.forget_holds()
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "::1"])
@@ -666,6 +667,27 @@ def test_the_attempt_is_written_before_the_request_is_made(
     run.finish(step, result)
     assert set(settle(work, run).values()) == {"done"}
     assert attempts()[0].finished_at is not None
+
+
+def test_a_request_whose_process_died_is_an_attempt_with_an_unknown_end_and_is_made_again(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork
+) -> None:
+    endpoint_for(receiver)
+    fan_out(event())
+    run = work.start(claim_one(work), using="default")
+    step = run.next_step()
+    assert step is not None
+    run.invoke(step, timeout=45)
+    work.landed([run.lease])  # and nobody settles it
+    with travel(seconds=331):
+        assert send() == {"done": 1}
+    assert [(each.number, each.reason, each.finished_at is None) for each in attempts()] == [
+        (1, "", True),
+        (2, "delivered", False),
+    ]
+    first, second = receiver.requests
+    assert first.header("webhook-id") == second.header("webhook-id")
+    assert first.body == second.body
 
 
 # --- what must not be seen

@@ -16,8 +16,9 @@ from django_outbox import lease as engine
 from django_outbox.handlers import register_builtin_handlers
 from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks import WebhookWork, store
-from tests.concurrency.helpers import eventually, running_relay
-from tests.webhooks.conftest import MakeEndpoint
+from tests.concurrency.helpers import ended, eventually, running_relay
+from tests.conftest import StartPython
+from tests.webhooks.conftest import MakeEndpoint, prove
 from tests.webhooks.servers import Request, Server, answer, silent_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -76,6 +77,7 @@ def test_no_more_requests_are_under_way_at_an_endpoint_than_its_cap(
         answer(200)(connection, request)
 
     receiver.behaviour = behave
+    prove(endpoint)
     owe(endpoint.pk, 12)
     with running_relay(threads=16) as running:
         running.wait_for(done=12)
@@ -95,15 +97,41 @@ def test_a_silent_endpoint_does_not_keep_its_neighbours_waiting(
         }
         owe(stalled.pk, 200)
         with running_relay(threads=8) as running:
-            eventually(lambda: len(work._loads) == 1)
+            eventually(lambda: len(work.turns._loads) == 1)
             for number in range(10):
                 began = time.monotonic()
                 owe(healthy.pk, 1)
                 receiver.wait_for(number + 1)
                 assert time.monotonic() - began < 1
+            assert len(work.turns._loads[stalled.pk].started) == 1
             running.wait_for(done=10)
-            under_way = sum(len(load.started) for load in work._loads.values())
-        assert under_way <= 4
+
+
+def test_silent_endpoints_together_leave_threads_to_those_that_answer(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, settings: Any
+) -> None:
+    """Twelve endpoints that were quick and are silent now, with work for all threads many times over."""
+    healthy, *stalled = [endpoint_for(receiver) for _ in range(13)]
+    for endpoint in (healthy, *stalled):
+        prove(endpoint)
+    with silent_port() as port:
+        silent = WebhookEndpoint.objects.exclude(pk=healthy.pk)
+        # What a relay learns of them in its first seconds.
+        silent.update(url=f"http://127.0.0.1:{port}/", streak=3)
+        webhooks = settings.OUTBOX["WEBHOOKS"]
+        settings.OUTBOX = {
+            "WEBHOOKS": {**webhooks, "ALLOW_PORTS": [*webhooks["ALLOW_PORTS"], port], "TIMEOUT_SECONDS": 2.0}
+        }
+        for endpoint in stalled:
+            owe(endpoint.pk, 10)
+        with running_relay(threads=8) as running:
+            eventually(lambda: len(work.turns._loads) == 4)
+            for number in range(5):
+                began = time.monotonic()
+                owe(healthy.pk, 1)
+                receiver.wait_for(number + 1)
+                assert time.monotonic() - began < 1
+            running.wait_for(done=5)
 
 
 def test_what_a_pause_holds_back_is_sent_when_it_ends(receiver: Server, endpoint_for: MakeEndpoint) -> None:
@@ -132,6 +160,7 @@ def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
         answer(200)(connection, request)
 
     receiver.behaviour = behave
+    prove(endpoint)
     owe(endpoint.pk, 50)
     looks = 0
     turns = store.turns
@@ -149,3 +178,26 @@ def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
         assert looks - before <= 3
         release.set()
         running.wait_for(done=50)
+
+
+def test_a_delivery_whose_process_died_before_is_made_in_a_child_process(
+    receiver: Server, endpoint_for: MakeEndpoint, start_python: StartPython
+) -> None:
+    """What it means for attempt and endpoint comes back over the pipe, and is written with the settle."""
+    endpoint = endpoint_for(receiver)
+    receiver.behaviour = answer(429, "Retry-After: 600")
+    owe(endpoint.pk, 1)
+    WebhookDelivery.objects.update(lost_leases=1)
+    process = start_python(
+        *("-m", "django", "run_outbox", "--drain", "--queue", "webhooks"),
+        DJANGO_SETTINGS_MODULE="tests.webhooks.field_settings",
+        TEST_WEBHOOK_PORTS=str(receiver.port),
+    )
+    code, said = ended(process, seconds=60)
+    assert code == 0, said
+    row = WebhookDelivery.objects.get()
+    assert (row.status, row.reason, row.lost_leases) == ("waiting", "http_429", 0), said
+    attempt = WebhookAttempt.objects.get()
+    assert (attempt.http_status, attempt.finished_at is None) == (429, False)
+    endpoint.refresh_from_db()
+    assert (endpoint.failed_total, endpoint.paused_until is None) == (1, False)
