@@ -56,18 +56,18 @@ MEANINGS: Final = {
     "E030": "`webhook-fanout` is on, but the extra `[webhooks]` is not installed.",
     "E031": "The webhook lease does not cover a look-up, a request and the margin.",
     "E032": "`CA_BUNDLE` names a file that is not there.",
-    "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
-    "W011": "The connection pool is smaller than the relay's threads need.",
-    "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
-    "W013": "The database runs at another isolation level than READ COMMITTED.",
     "E040": "A backend in `TASKS` is the outbox's, but there is no Tasks API: Django is 5.2, without `django-tasks`.",
     "E041": "An option of the outbox's backend in `TASKS` is unknown, or a queue name in it does not fit.",
     "E050": "`operator-alert` is on, but nobody would be told.",
     "E051": "`ALERT_WEBHOOK_URL` is refused, or the extra `[webhooks]` is not installed.",
-    "W050": "`notification-fanout` is on, but no resolver says who is told.",
+    "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
+    "W011": "The connection pool is smaller than the relay's threads need.",
+    "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
+    "W013": "The database runs at another isolation level than READ COMMITTED.",
     "W020": "Error mail to the admins goes through the queue.",
     "W021": "`BACKEND` of the email queue is set beside `MAILERS`, which names the backends.",
     "W030": "`ALLOW_NETWORKS` opens every address to webhooks.",
+    "W050": "`notification-fanout` is on, but no resolver says who is told.",
 }
 """Every check, by the last part of its id."""
 

@@ -103,6 +103,8 @@ else:
 DEFAULT_FROM_EMAIL = "hello@example.com"
 EMAIL_SUBJECT_PREFIX = "[example] "
 
+TASKS = {"default": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend"}}
+
 # The built-in receiver of webhooks is on this machine, without TLS. Neither is for production.
 RECEIVER_PORT = env.int("RECEIVER_PORT", default=8000)
 # What links in mails begin with: a relay has no request to take it from.

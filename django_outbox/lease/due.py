@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,22 +31,34 @@ class Scope:
 
 
 def due_scopes(
-    queue: Queue, columns: _Pair, *, using: str, only: Collection[Any] = (), spare_expired: bool = False
+    queue: Queue,
+    columns: _Pair,
+    *,
+    using: str,
+    only: Collection[str] = (),
+    prepare: bool = True,
 ) -> list[Scope]:
     """
     Return the values of two columns with which something can be claimed, now or later, the soonest first.
 
     ``columns`` lead the queue's partial indexes. ``only``: just these values of the first
-    one. A flood of rows of one pair costs no more than one row of it: each step goes by
+    one, a text. A flood of rows of one pair costs no more than one row of it: each step goes by
     index to the next pair (a loose index scan), and looks at the first free row there, and
-    at most at `LEASED_SEEN` that are leased.
+    at most at `LEASED_SEEN` that are leased. ``prepare`` as in `prepared.fetch`: not for a
+    table that may be growing fast, whose plan must see how long it is.
     """
     connection = connections[using]
     dialect = dialect_of(connection)
     table = table_of(queue, connection)
-    look = _sqlite_scopes if isinstance(dialect, SQLite) else _postgres_scopes
+    names = tuple(sorted(only))
+    found: Iterable[tuple[Any, ...]]
+    if isinstance(dialect, SQLite):
+        found = _sqlite_scopes(connection, table, columns, names)
+    else:
+        params = [list(names)] * len(SCANS) if names else []
+        found = fetch(connection, _postgres_walks(table, columns, bool(names)), params, prepare=prepare)
     soonest: dict[tuple[Any, Any], float] = {}
-    for first, second, seconds in look(connection, table, columns, tuple(sorted(only)), spare_expired):
+    for first, second, seconds in found:
         if seconds is not None:
             pair = (first, second)
             soonest[pair] = min(max(0.0, float(seconds)), soonest.get(pair, float("inf")))
@@ -58,7 +70,7 @@ def _scan(name: str) -> str:
     return f"status = '{name}'" + (" AND due_at IS NOT NULL" if name == "dead" else "")
 
 
-def _seconds(dialect: Dialect, table: str, name: str, scope: str, *, spare_expired: bool) -> str:
+def _seconds(dialect: Dialect, table: str, name: str, scope: str) -> str:
     """
     Return the expression for when a row of a scan and scope can be claimed, in seconds from now.
 
@@ -66,7 +78,7 @@ def _seconds(dialect: Dialect, table: str, name: str, scope: str, *, spare_expir
     out; the second is looked for only where the first is not past already.
     """
     condition, order = SCANS[name]
-    free = "lease_until IS NULL" if spare_expired else f"(lease_until IS NULL OR lease_until <= {dialect.now})"
+    free = f"(lease_until IS NULL OR lease_until <= {dialect.now})"
     first = f"(SELECT {order} FROM {table} WHERE {_scan(name)} AND {scope} AND {free} ORDER BY {order}, id LIMIT 1)"
     lease = f"""(SELECT min(lease_until) FROM (
         SELECT lease_until FROM {table} WHERE {condition.format(now=dialect.now)} AND {scope}
@@ -80,93 +92,62 @@ def _seconds(dialect: Dialect, table: str, name: str, scope: str, *, spare_expir
     )
 
 
-def _postgres_scopes(
-    connection: BaseDatabaseWrapper,
-    table: str,
-    columns: _Pair,
-    only: tuple[Any, ...],
-    spare_expired: bool,  # noqa: FBT001
-) -> list[tuple[Any, ...]]:
-    params: list[Any] = [list(only), list(only)] if only else []
-    return fetch(
-        connection,
-        _postgres_walks(table, columns, bool(only), spare_expired),
-        params * len(SCANS),
-        prepare=True,
-    )
-
-
 @statement
 def _postgres_walks(
     table: str,
     columns: _Pair,
     narrowed: bool,  # noqa: FBT001  positional, for the cache
-    spare_expired: bool,  # noqa: FBT001
 ) -> str:
     one, two = (f'"{name}"' for name in columns)
-    only = f" AND {one} = ANY(%s)" if narrowed else ""
     walks, looks = [], []
     for name in SCANS:
-        # The row comparison is a condition of the index that starts with the two columns; the
-        # sorted LIMIT 1 stops at the first entry behind the pair at hand.
-        walks.append(f"""
-            {name}_walk AS (
-                (SELECT {one}, {two} FROM {table} WHERE {_scan(name)}{only} ORDER BY {one}, {two} LIMIT 1)
-                UNION ALL
-                SELECT later.* FROM {name}_walk AS w, LATERAL (
-                    SELECT {one}, {two} FROM {table}
-                    WHERE {_scan(name)} AND ({one}, {two}) > (w.{one}, w.{two}){only}
-                    ORDER BY {one}, {two} LIMIT 1
-                ) AS later
-            )""")
-        scope = f"{one} = w.{one} AND {two} = w.{two}"
-        seconds = _seconds(POSTGRES, table, name, scope, spare_expired=spare_expired)
+        pairs = f"SELECT {one}, {two} FROM {table} WHERE {_scan(name)}"
+        if narrowed:
+            # Name by name: with several at once, servers before 17 do not walk the index in order.
+            first = (
+                f"SELECT pair.* FROM unnest(%s::text[]) AS given(name),"
+                f" LATERAL ({pairs} AND {one} = given.name ORDER BY {two} LIMIT 1) AS pair"
+            )
+            later = f"{pairs} AND {one} = w.{one} AND {two} > w.{two} ORDER BY {two} LIMIT 1"
+        else:
+            # The row comparison is a condition of the index that starts with the two columns; the
+            # sorted LIMIT 1 stops at the first entry behind the pair at hand.
+            first = f"({pairs} ORDER BY {one}, {two} LIMIT 1)"
+            later = f"{pairs} AND ({one}, {two}) > (w.{one}, w.{two}) ORDER BY {one}, {two} LIMIT 1"
+        walks.append(
+            f"{name}_walk AS ({first} UNION ALL SELECT later.* FROM {name}_walk AS w, LATERAL ({later}) AS later)"
+        )
+        seconds = _seconds(POSTGRES, table, name, f"{one} = w.{one} AND {two} = w.{two}")
         looks.append(f"SELECT w.{one}, w.{two}, {seconds} FROM (SELECT * FROM {name}_walk LIMIT {SCOPES_SEEN}) AS w")
-    return f"WITH RECURSIVE {','.join(walks)} {' UNION ALL '.join(looks)}"
+    return f"WITH RECURSIVE {', '.join(walks)} {' UNION ALL '.join(looks)}"
 
 
 def _sqlite_scopes(
-    connection: BaseDatabaseWrapper,
-    table: str,
-    columns: _Pair,
-    only: tuple[Any, ...],
-    spare_expired: bool,  # noqa: FBT001
-) -> Iterator[tuple[Any, Any, Any]]:
+    connection: BaseDatabaseWrapper, table: str, columns: _Pair, only: tuple[str, ...]
+) -> Iterator[tuple[Any, ...]]:
     """Walk step by step: a statement costs next to nothing in the process itself, and SQLite knows no LATERAL."""
+    one, two = (f'"{name}"' for name in columns)
     with connection.cursor() as cursor:
         for name in SCANS:
-            last: list[Any] = []
-            for _ in range(SCOPES_SEEN):
-                cursor.execute(_sqlite_step(table, columns, name, bool(last), len(only)), [*last, *only])
-                if (pair := cursor.fetchone()) is None:
-                    break
-                last = list(pair)
-                cursor.execute(_sqlite_look(table, columns, name, spare_expired), last)
-                yield (*pair, cursor.fetchone()[0])
+            look = _sqlite_look(table, columns, name)
+            step = f"SELECT {one}, {two} FROM {table} WHERE {_scan(name)}"
+            for part in only or (None,):
+                given = [] if part is None else [part]
+                within = step if part is None else f"{step} AND {one} = %s"
+                after: list[Any] = []
+                for _ in range(SCOPES_SEEN):
+                    later = f" AND ({one}, {two}) > (%s, %s)" if after else ""
+                    cursor.execute(f"{within}{later} ORDER BY {one}, {two} LIMIT 1", [*given, *after])
+                    if (pair := cursor.fetchone()) is None:
+                        break
+                    after = list(pair)
+                    cursor.execute(look, after)
+                    yield (*pair, cursor.fetchone()[0])
 
 
 @statement
-def _sqlite_step(
-    table: str,
-    columns: _Pair,
-    name: str,
-    later: bool,  # noqa: FBT001  positional, for the cache
-    only: int,
-) -> str:
+def _sqlite_look(table: str, columns: _Pair, name: str) -> str:
     one, two = (f'"{each}"' for each in columns)
-    after = f" AND ({one}, {two}) > (%s, %s)" if later else ""
-    narrowed = f" AND {one} IN ({', '.join(['%s'] * only)})" if only else ""
-    return f"SELECT {one}, {two} FROM {table} WHERE {_scan(name)}{after}{narrowed} ORDER BY {one}, {two} LIMIT 1"
-
-
-@statement
-def _sqlite_look(
-    table: str,
-    columns: _Pair,
-    name: str,
-    spare_expired: bool,  # noqa: FBT001  positional, for the cache
-) -> str:
-    one, two = (f'"{each}"' for each in columns)
-    # Numbered by a subselect, so that the pair is given once.
-    seconds = _seconds(SQLITE, table, name, f"{one} = pair.a AND {two} = pair.b", spare_expired=spare_expired)
+    # Named by a subselect, so that the pair is given once.
+    seconds = _seconds(SQLITE, table, name, f"{one} = pair.a AND {two} = pair.b")
     return f"SELECT {seconds} FROM (SELECT %s AS a, %s AS b) AS pair"

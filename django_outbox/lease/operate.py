@@ -162,9 +162,7 @@ def _operate(
 ) -> Report:
     """Apply ``change`` to rows in chunks, each in a transaction of its own, and wake the relays."""
     report = Report()
-    if (selection.handler is not None and not queue.handlers) or (
-        selection.type is not None and "type" not in queue.content
-    ):
+    if (selection.handler is not None and not queue.handlers) or (selection.type is not None and not queue.kind):
         # Rows of this queue have no such thing, so the filter matches none.
         return Report(skipped=0 if selection.ids is None else len(set(selection.ids)))
     ids = _matching(queue, selection, using) if selection.ids is None else selection.ids
@@ -191,7 +189,7 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     """
     connection = connections[using]
     dialect = dialect_of(connection)
-    narrowed, params = _narrowed(selection, dialect)
+    narrowed, params = _narrowed(queue, selection, dialect)
     table = table_of(queue, connection)
     found: list[UUID] = []
     with connection.cursor() as cursor:
@@ -206,11 +204,11 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     return found
 
 
-def _narrowed(selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
+def _narrowed(queue: Queue, selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
     """Return the conditions that the filters of an operator verb add, and their parameters."""
     sql, params = "", []
     if selection.type is not None:
-        sql, params = " AND type = %s", [selection.type]
+        sql, params = f" AND {queue.kind} = %s", [selection.type]
     if selection.handler is not None:
         if isinstance(dialect, Postgres):
             sql += (
@@ -254,7 +252,7 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
     maps = ("deliveries", "failures") if queue.handlers else ()
     content = "".join(f", {dialect.json_text(name)}" for name in maps)
     retryable = queue.retry_condition or "true"
-    narrowed, params = _narrowed(selection, dialect)
+    narrowed, params = _narrowed(queue, selection, dialect)
     changes: list[dict[str, Any]] = []
     leased = skipped = 0
     with write_transaction(connection, table), connection.cursor() as cursor:
@@ -280,7 +278,7 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
         if changes:
             columns = {"id": "uuid", "status": "text", "revive": "int"} | dict.fromkeys(maps, "jsonb")
             keep = "".join(f", {name} = coalesce(o.{name}, e.{name})" for name in maps)
-            if queue.parked_name:
+            if queue.parks:
                 keep += ", parked_at = CASE WHEN o.revive = 1 THEN NULL ELSE e.parked_at END"
             # Clearing the holder is what stops a relay that overslept: its fence is still the
             # row's, its name is not.
@@ -418,15 +416,15 @@ def backlog(queue: Queue, *, using: str, counted_to: int = 100_000) -> Backlog:
         leased=min(leased_rows, counted_to),
         counted_to=counted_to,
         oldest_due_seconds=max([0.0, *(float(age) for age in scans[2::3] if age is not None)]),
-        parked=_parked(queue, using=using, bound=bound) if queue.handlers or queue.parked_name else {},
+        parked=_parked(queue, using=using, bound=bound) if queue.handlers or queue.parks else {},
     )
 
 
 def _parked(queue: Queue, *, using: str, bound: str) -> dict[str, int]:
     connection = connections[using]
     key, columns = "f.key", "failures"
-    if queue.parked_name:
-        key, columns, each = queue.parked_name, f"{queue.parked_name}, parked_at", " WHERE parked_at IS NOT NULL"
+    if queue.parks:
+        key, columns, each = queue.kind, f"{queue.kind}, parked_at", " WHERE parked_at IS NOT NULL"
     elif isinstance(dialect_of(connection), Postgres):
         each = ", jsonb_each(rows.failures) AS f(key, value) WHERE jsonb_exists(f.value, 'parked_at')"
     else:

@@ -76,8 +76,8 @@ class Queue:
     """Columns of its own that a settle may write (column → PostgreSQL type); see `Settled.columns`."""
     retry_condition: str = ""
     """SQL on the row's own columns; a row for which it is not true is never retried. Empty: all may be."""
-    parked_name: str = ""
-    """The column that says what code a row waits for while its ``parked_at`` is set. Empty: it has no such column."""
+    kind: str = ""
+    """The column that says what sort of row it is: an event's type, a task's path. Empty: there are no sorts."""
     on_discard: Callable[[Sequence[UUID], str], None] | None = None
     """Called with the ids that became failed by an operator's hand, and the alias, in the same transaction."""
     on_purge: Callable[[Sequence[UUID], str], None] | None = None
@@ -88,6 +88,11 @@ class Queue:
         """The model behind the queue; a name without an app label is one of ours."""
         label, _, name = self.model_name.rpartition(".")
         return apps.get_model(label or "django_outbox", name)
+
+    @property
+    def parks(self) -> bool:
+        """Whether a row of one step waits, since its ``parked_at``, for a relay that has code for its kind."""
+        return "parked_at" in self.outcome_columns
 
     @property
     def plural(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import random
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +17,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
 from django_outbox import lease as engine
 from django_outbox.conf import TaskSettings, get_settings
@@ -26,6 +30,8 @@ from django_outbox.tasks import compat, store
 from django_outbox.tasks.store import TASKS, Found, Unknown, decoded, error_entry
 
 __all__ = ["TaskRun", "TaskWork"]
+
+logger = logging.getLogger("django_outbox.tasks")
 
 _OPTIONS: Final[Mapping[str, str]] = {
     # column → field of the task
@@ -41,6 +47,21 @@ _COLUMNS: Final = ("queue_name", "priority")
 _FORGOTTEN: Final = "builtins.ImportError"
 _LANES: Final = 50
 """Priorities and queue names that one look claims from; what is behind them has its turn at the next."""
+
+
+TELL_EVERY_SECONDS: Final = 60.0
+_told: dict[str, float] = {}
+"""When an unknown task was last spoken of, by its path; emptied when many have been."""
+
+
+def _tell_of_unknown(path: str, lease: engine.Lease) -> None:
+    """Log that a call waits for code; the many that wait for the same share a line a minute."""
+    now = time.monotonic()
+    if now - _told.get(path, -TELL_EVERY_SECONDS) >= TELL_EVERY_SECONDS:
+        if len(_told) >= 1_000:
+            _told.clear()
+        _told[path] = now
+        logger.warning("no such task here, its calls wait task=%s id=%s", path, lease.id)
 
 
 class TaskRun(SingleRun):
@@ -92,6 +113,7 @@ class TaskRun(SingleRun):
         columns: dict[str, Any] = {}
         if since is None:
             columns["parked_at"] = datetime.fromtimestamp(now, UTC)
+        _tell_of_unknown(self.name, self.lease)
         text = f"no relay that had this task knows {self.name}: {self._unknown}"
         if spent:
             columns["errors"] = self._errors_with(error_entry(_FORGOTTEN, text))
@@ -107,10 +129,13 @@ class TaskRun(SingleRun):
         found = self._found
         if found is None:
             return Result(f"the child process does not know the task {self.name}")
-        # Cut to the millisecond, so that SQLite, which keeps no more, never shows an end before its start.
-        self._started = int(self.lease.clock.now() * 1_000) / 1_000
+        # Cut to the millisecond, so that SQLite, which keeps no more, never shows an end before its
+        # start; but no start before its row was written, which may be in the same millisecond.
+        digits = 3 if connections[self.using].vendor == "sqlite" else 6
+        written = round(self.lease.content["created_at"], digits)
+        self._started = max(int(self.lease.clock.now() * 1_000) / 1_000, written)
         result = self._result_so_far()
-        compat.task_started.send_robust(self._sender, task_result=result)
+        compat.task_started.send_robust(_sender(result), task_result=result)
         try:
             self._returned = self._normal(self._call(found, result, timeout))
         except KeyboardInterrupt:
@@ -172,24 +197,15 @@ class TaskRun(SingleRun):
 
     # Telling about it.
 
-    @property
-    def _sender(self) -> type:
-        return type(self._task.get_backend())
-
-    @property
-    def _task(self) -> Any:
-        content = self.lease.content
-        task = _plain_task(self.name, *(content[name] for name in _OPTIONS))
-        if content["not_before"] is None:
-            return task
-        return store.restored(task, run_after=_moment(content["not_before"]))
-
     def _result_so_far(self) -> Any:
         content = self.lease.content
+        task = _plain_task(self.name, *(content[name] for name in _OPTIONS))
+        if content["not_before"] is not None:
+            task = store.restored(task, run_after=_moment(content["not_before"]))
         payload = decoded(content["payload"])
         started = _moment(self._started)
         return compat.TaskResult(
-            task=self._task,
+            task=task,
             id=self.lease.text,
             status=compat.TaskResultStatus.RUNNING,
             enqueued_at=_moment(content["created_at"]),
@@ -210,7 +226,7 @@ class TaskRun(SingleRun):
         if not told:
             object.__setattr__(result, "status", status)
             object.__setattr__(result, "finished_at", _moment(self.lease.clock.now()))
-            compat.task_finished.send_robust(self._sender, task_result=result)
+            compat.task_finished.send_robust(_sender(result), task_result=result)
 
     # Writing it down.
 
@@ -232,7 +248,7 @@ class TaskRun(SingleRun):
         """Return the holders of all attempts, this one's last."""
         known = decoded(self.lease.content["worker_ids"])
         missing = self.lease.lost_leases + int(self.lease.suspect)
-        return [*known, *[store.LOST] * missing, self.lease.holder]
+        return [*known, *[store.LOST] * missing, self.lease.holder][-store.WORKERS_KEPT :]
 
     def _errors_with(self, entry: Mapping[str, str]) -> list[Any]:
         errors = [*decoded(self.lease.content["errors"]), dict(entry)]
@@ -259,8 +275,16 @@ def _plain_task(path: str, *options: Any) -> Any:
     return store.restored(store.find_task(path).task, run_after=None, **values)
 
 
+def _sender(result: Any) -> type:
+    """Return who sends the signals about a call: its backend's class, or the base where the settings lost it."""
+    try:
+        return type(compat.task_backends[result.backend])
+    except ImproperlyConfigured:
+        return compat.BaseTaskBackend
+
+
 def _moment(epoch: float | None) -> datetime | None:
-    # To the millisecond: SQLite's arithmetic is off by some microseconds.
+    # To the millisecond, for the signals: SQLite's arithmetic is off by some microseconds.
     return None if epoch is None else store.shown(datetime.fromtimestamp(round(epoch, 3), UTC))
 
 
@@ -277,6 +301,8 @@ class TaskWork(Work):
     def __init__(self, owed_to: Callable[[str], str], only: Sequence[str] = ()) -> None:
         self._owed_to = owed_to
         self._only = tuple(dict.fromkeys(only))
+        self._found = 0
+        """Looks in a row that found something due."""
 
     @property
     def label(self) -> str:
@@ -305,7 +331,7 @@ class TaskWork(Work):
         of them waits until another is empty.
         """
         lanes: dict[int, list[str]] = defaultdict(list)
-        for scope in engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only):
+        for scope in self._due_scopes(using):
             if scope.seconds <= 0:
                 name, priority = scope.values
                 lanes[priority].append(name)
@@ -319,8 +345,15 @@ class TaskWork(Work):
 
     def next_due_seconds(self, *, using: str) -> float | None:
         """Return the seconds until something can be claimed, 0 for now, ``None`` if nothing is in sight."""
-        scopes = engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only)
+        scopes = self._due_scopes(using)
         return scopes[0].seconds if scopes else None
+
+    def _due_scopes(self, using: str) -> list[engine.Scope]:
+        # After a look that found something comes one that finds nothing, unless there is a backlog.
+        prepare = self._found < 2
+        scopes = engine.due_scopes(self.queue, _COLUMNS, using=using, only=self._only, prepare=prepare)
+        self._found = self._found + 1 if scopes and scopes[0].seconds <= 0 else 0
+        return scopes
 
     def announce(self, settled: engine.Settled, status: str) -> engine.NewRow:
         """Return the event that says that a task is dead or failed."""

@@ -29,6 +29,8 @@ __all__ = ["ERRORS_KEPT", "LOST", "TASKS", "Stored", "Unknown", "error_entry", "
 
 LOST: Final = "lost"
 """Stands among a result's worker ids for one whose process died before it could say how the attempt ended."""
+WORKERS_KEPT: Final = 10_000
+"""Their number is the number of attempts, so none is left out below the most attempts that a task may have."""
 ERRORS_KEPT: Final = 10
 """Of a task that failed more often, the first error is kept and the latest ones."""
 TRACEBACK_LIMIT: Final = 8_000
@@ -75,7 +77,7 @@ TASKS: Final = engine.Queue(
         "parked_at": "timestamptz",
     },
     retry_condition=_NO_LIVE_TWIN,
-    parked_name="task_path",
+    kind="task_path",
 )
 
 

@@ -7,6 +7,7 @@ from django.db import transaction
 
 from django_outbox import emit_event
 from example_project.accounts.models import Token
+from example_project.accounts.tasks import draw_avatar
 
 
 def register(*, username: str, email: str, password: str | None = None, request_id: str = "") -> User:
@@ -29,6 +30,8 @@ def register(*, username: str, email: str, password: str | None = None, request_
             aggregate_id=str(user.pk),
             request_id=request_id,
         )
+        # A call of a task is a row too: it commits, or not, with the user.
+        draw_avatar.enqueue(user.pk)
     return user
 
 

@@ -9,7 +9,7 @@ from django.contrib.auth.models import User
 from django.db.models import Q
 from django.urls import NoReverseMatch, reverse
 
-from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, WebhookDelivery
+from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, OutboxTask, WebhookDelivery
 from example_project.accounts import tokens
 from example_project.accounts.models import Switch, Token
 from example_project.receiver import views as receiver
@@ -51,6 +51,10 @@ def state() -> dict[str, Any]:
         "audit": [
             {"what": f"{row.position}. {row.type}", "note": row.hash[:12], "url": _admin(row)}
             for row in AuditEntry.objects.order_by("-position").defer("content")[:SHOWN]
+        ],
+        "tasks": [
+            {"what": row.task_path.rpartition(".")[2], "status": row.status, "url": _admin(row)}
+            for row in OutboxTask.objects.order_by("-id")[:SHOWN]
         ],
         "users": [
             {"name": user.username, "tokens": Token.objects.filter(user=user, revoked=False).count()}

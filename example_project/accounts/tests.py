@@ -10,10 +10,11 @@ from django.core import mail
 from django.db import transaction
 from django.test import TestCase, override_settings
 
-from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, WebhookDelivery
+from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, OutboxTask, WebhookDelivery
 from django_outbox.testing import assert_emitted, drain, travel
 from example_project.accounts.models import ConfirmedEmail, Switch, Token
 from example_project.accounts.registration import change_password, register
+from example_project.accounts.tasks import draw_avatar
 from example_project.receiver.subscription import subscribe
 
 
@@ -63,6 +64,13 @@ class RegistrationTest(TestCase):
             drain(queues=["email"])
         assert mail.outbox == []
         assert OutboxEmail.objects.get().failure_kind == "expired"
+
+    def test_an_avatar_is_drawn_and_can_be_asked_for(self) -> None:
+        """The task's result is the picture."""
+        register(username="amber", email="amber@example.com")
+        drain(queues=["tasks"])
+        result = draw_avatar.get_result(str(OutboxTask.objects.get().pk))
+        assert ">A</text>" in str(result.return_value)
 
     def test_a_rolled_back_registration_leaves_nothing(self) -> None:
         """The event is one of the rows that go."""

@@ -30,15 +30,15 @@ WORKLOADS = (
     "audit",
     "idle",
     "memory",
-    "tasks",
-    "enqueue",
-    "deferred",
     "mail_enqueue",
     "mail_send",
     "mail_memory",
     "webhooks",
     "hook_fanout",
     "hook_fairness",
+    "tasks",
+    "task_enqueue",
+    "task_deferred",
 )
 
 

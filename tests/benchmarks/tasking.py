@@ -96,7 +96,7 @@ def _transact(enqueue: Callable[[], Any] | None) -> float:
     return time.perf_counter() - began
 
 
-def enqueue(bench: Bench) -> Iterator[Line]:
+def task_enqueue(bench: Bench) -> Iterator[Line]:
     """Time what a task adds to a transaction, ours and the reference's by turns, NOTIFY included."""
     kinds: dict[str, Callable[[], Any] | None] = {
         "none": None,
@@ -107,7 +107,7 @@ def enqueue(bench: Bench) -> Iterator[Line]:
         cursor.execute("DROP TABLE IF EXISTS bench_order")
         cursor.execute("CREATE TABLE bench_order (id bigserial PRIMARY KEY, customer text, total numeric)")
     added: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in bench.each_round("enqueue"):
+    for _ in bench.each_round("task_enqueue"):
         _empty()
         taken: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(bench.size(1_000, least=50)):
@@ -117,7 +117,7 @@ def enqueue(bench: Bench) -> Iterator[Line]:
             added[kind].append((median(times) - median(taken["none"])) * 1e6)
     _empty()
     yield compared(
-        "enqueue: time a task adds; reference django-tasks-db",
+        "task_enqueue: time a task adds; reference django-tasks-db",
         added["ours"],
         added["theirs"],
         unit="us",
@@ -137,11 +137,11 @@ _FLOOD = f"""
 """
 
 
-def deferred(bench: Bench) -> Iterator[Line]:
+def task_deferred(bench: Bench) -> Iterator[Line]:
     """Drain beside a hundred thousand deferred tasks of the highest priority, and without them."""
     alone: list[float] = []
     flooded: list[float] = []
-    for _ in bench.each_round("deferred"):
+    for _ in bench.each_round("task_deferred"):
         count = bench.size(30_000, least=1_000)
         _empty()
         _load(count)
@@ -153,7 +153,7 @@ def deferred(bench: Bench) -> Iterator[Line]:
         flooded.append(_drain_ours(count))
     _empty()
     yield compared(
-        f"deferred: beside {bench.size(100_000):,} deferred tasks; reference none",
+        f"task_deferred: beside {bench.size(100_000):,} deferred tasks; reference none",
         flooded,
         alone,
         unit="tasks/s",

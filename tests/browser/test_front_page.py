@@ -203,6 +203,7 @@ def test_what_follows_from_a_registration_appears_by_itself(visitor: Visitor) ->
     visitor.item("mails", "welcome-email", f"{name}@example.com", status="done")
     visitor.item("notifications", "Welcome aboard", name)
     visitor.item("webhooks", "user.created", "received", status="done")
+    visitor.item("tasks", "draw_avatar", status="done")
     visitor.item("audit", "user.created")
     visitor.item("users", name, "logged in on 2 devices")
     # A second is what it takes on a machine with nothing else to do.

@@ -229,6 +229,13 @@ def test_a_receiver_that_fails_does_not_fail_the_task() -> None:
         task_started.disconnect(broken)
 
 
+def test_a_call_is_run_also_when_its_backend_was_taken_out_of_the_settings(heard: list[Any]) -> None:
+    result = tasks.add.enqueue(1)
+    OutboxTask.objects.update(backend_alias="retired")
+    drain()
+    assert (row(result).status, len(heard)) == ("done", 2)
+
+
 def test_of_many_errors_the_first_and_the_latest_are_kept_and_long_ones_cut() -> None:
     result = tasks.fail.using(max_attempts=12, retry=[0]).enqueue("x" * 20_000 + " password=hunter2")
     run(result)
@@ -271,6 +278,17 @@ def test_a_task_that_this_code_does_not_know_is_parked(path: str, words: str) ->
     assert words in stored.last_error
     assert 5 <= wait_seconds(stored) <= 15
     assert engine.backlog(TASKS, using="default").parked == {path: 1}
+
+
+def test_the_log_names_it_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django_outbox.tasks.deliver._told", {})
+    for _ in range(3):
+        unknown("shop.tasks.gone")
+    with caplog.at_level(logging.WARNING, logger="django_outbox.tasks"):
+        drain()
+    lines = [record.getMessage() for record in caplog.records if record.name == "django_outbox.tasks"]
+    assert len(lines) == 1
+    assert lines[0].startswith("no such task here, its calls wait task=shop.tasks.gone id=")
 
 
 def test_it_is_run_by_a_relay_that_has_the_code() -> None:

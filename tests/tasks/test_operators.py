@@ -7,10 +7,12 @@ import json
 import logging
 from collections.abc import Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.test import Client
 from django.urls import reverse
 
@@ -140,6 +142,24 @@ def test_the_commands_take_tasks() -> None:
     with travel(days=100):
         command("outbox_purge", "--queue", "tasks", "--status", "failed", "--older-than", "90d", "--no-input")
     assert not OutboxTask.objects.exists()
+
+
+def test_tasks_are_chosen_by_their_path() -> None:
+    dead()
+    tasks.add.enqueue(1)
+    other = tasks.refuse.enqueue()
+    drain(queues=["tasks"])
+    path = "tests.testapp.tasks.refuse"
+    said = command("outbox_retry", "--queue", "tasks", "--type", path, "--status", "failed", "--status", "dead")
+    assert said == "Retried 1 task, due now.\n"
+    assert OutboxTask.objects.get(status="waiting").pk == UUID(other.id)
+    said = command("outbox_discard", "--queue", "tasks", "--type", path, "--status", "waiting", "--no-input")
+    assert said == "Discarded 1 task.\n"
+    for wrong in ("shop.*", "not a path"):
+        with pytest.raises(CommandError, match="path"):
+            command("outbox_retry", "--queue", "tasks", "--type", wrong)
+    with pytest.raises(CommandError, match="no handlers"):
+        command("outbox_retry", "--queue", "tasks", "--handler", "one")
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,12 @@ def _page(found: Backlog, using: str) -> list[str]:
         lines += [f"  {name:<{width}} {number(value):>9}" for name, value in found.parked.items()]
         name = next(iter(found.parked))
         if found.queue != "events":
-            lines += ["", "  Deploy the code that has it and they run. If it is gone, discard them by their ids."]
+            name = next(iter(found.parked))
+            lines += [
+                "",
+                "  Deploy the code that has it and they run. If it is gone:",
+                f"    manage.py outbox_discard --queue {found.queue} --type {name} --status waiting",
+            ]
             return lines
         lines += [
             "",

@@ -33,10 +33,11 @@ from django.db import IntegrityError, connection, transaction
 from django.urls import reverse
 
 from django_outbox.audit import verify
-from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, Status, WebhookDelivery
+from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, OutboxTask, Status, WebhookDelivery
 from example_project.accounts.management.commands.run import HOST, free_port
 from example_project.accounts.models import TokenRequest
 from example_project.accounts.registration import change_password, register
+from example_project.accounts.tasks import draw_avatar
 from example_project.receiver.models import ReceivedWebhook
 from example_project.receiver.subscription import subscribe
 
@@ -151,7 +152,7 @@ class Command(BaseCommand):
                 self._say("relay", f"manage.py run_outbox, a process of its own (pid {process.pid})")
                 began = time.monotonic()
                 mine = OutboxEvent.objects.filter(pk__in=[event.pk for event in events])
-                queues = (mine, OutboxEmail.objects.all(), WebhookDelivery.objects.all())
+                queues = (mine, OutboxEmail.objects.all(), WebhookDelivery.objects.all(), OutboxTask.objects.all())
                 while any(rows.exclude(status=Status.DONE).exists() for rows in queues) and process.poll() is None:
                     if time.monotonic() - began > DELIVER_WITHIN_SECONDS:
                         break
@@ -267,6 +268,13 @@ def runs(event: OutboxEvent, handler: str) -> int:
     return TokenRequest.objects.filter(idempotency_key=f"{handler}:{event.pk}").count()
 
 
+def calls_for(events: list[OutboxEvent]) -> list[OutboxTask]:
+    """Return the calls of the task that belong to the events' users."""
+    users = {event.payload["user_id"] for event in events}
+    calls = OutboxTask.objects.filter(task_path=draw_avatar.module_path)
+    return [call for call in calls if call.payload["args"][0] in users]
+
+
 def mailbox() -> list[tuple[str, str]]:
     """Return recipient and subject of every mail in the mailbox."""
     separator = b"-" * 79
@@ -303,6 +311,15 @@ def checks(people: Registrations, events: list[OutboxEvent], exit_code: int) -> 
     yield (
         (welcome, security, links) == (len(emails), CHANGES, 0),
         f"emails: {welcome} of welcome, {security} of security; {links} working links left in the database",
+    )
+
+    pictures = [str(call.return_value) for call in calls_for(events) if call.status == Status.DONE]
+    calls = OutboxTask.objects.filter(task_path=draw_avatar.module_path).count()
+    yield (
+        len(pictures) == len(people.committed)
+        and calls == User.objects.filter(is_staff=False).count()
+        and all(text.startswith("<svg") for text in pictures),
+        f"draw_avatar: {len(pictures)} tasks returned a picture, none left by what was rolled back",
     )
 
     requests = TokenRequest.objects.filter(idempotency_key__in=[f"revoke-tokens:{pk}" for pk in ids])

@@ -56,7 +56,7 @@ function userItem(row) {
 }
 
 const ITEMS = { events: eventItem, announced: eventItem, users: userItem };
-const LISTS = ["events", "mails", "webhooks", "notifications", "audit", "users", "announced"];
+const LISTS = ["events", "mails", "webhooks", "tasks", "notifications", "audit", "users", "announced"];
 const shown = {};
 
 function show(state) {
