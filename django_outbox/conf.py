@@ -163,7 +163,7 @@ class EmailSettings(QueueSettings):
     )
     concurrency: int = _setting(
         "count",
-        default=4,
+        default=8,
         low=1,
         high=1_000,
         unit="threads",

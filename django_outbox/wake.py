@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import random
 import secrets
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import DatabaseError, Error, connections, transaction
@@ -32,6 +34,8 @@ logger = logging.getLogger("django_outbox.wake")
 QUEUES: Final = ("events", "email", "webhooks", "tasks")
 CHANNELS: Final = {f"django_outbox_{queue}": queue for queue in QUEUES}
 """A channel says whose rows to look for; a notification itself carries nothing."""
+NOTIFY_WINDOW_SECONDS: Final = 0.005
+"""Within so long after a process has notified a queue's relays it does not do so again."""
 PING_SECONDS: Final = 15.0
 PING_DEADLINE_SECONDS: Final = 10.0
 RECONNECT_MIN_SECONDS: Final = 0.25
@@ -84,6 +88,9 @@ class Signal:
         self._queue.put(None)
         return True
 
+
+_notified_at: dict[tuple[str, str], float] = {}
+"""When this process last notified, by alias and queue; taken before, so that a window never ends too late."""
 
 _local_relays: weakref.WeakSet[_LocalRelay] = weakref.WeakSet()
 _local_lock = threading.Lock()
@@ -164,7 +171,9 @@ def notify(using: str, *, queue: str = "events") -> None:
 
     On PostgreSQL a payload-free NOTIFY as a statement of its own, in effect with asynchronous
     commit: a notifying transaction takes a lock of the whole server while it commits,
-    so the business transaction must not be the one that notifies.
+    so the business transaction must not be the one that notifies. And one for all that
+    this process commits within `NOTIFY_WINDOW_SECONDS`: a relay looks again when a
+    window has passed since it was woken.
     """
     with _local_lock:
         relays = list(_local_relays)
@@ -174,10 +183,14 @@ def notify(using: str, *, queue: str = "events") -> None:
     connection = connections[using]
     if connection.vendor != "postgresql":
         return
+    now = time.monotonic()
+    if now - _notified_at.get((using, queue), -math.inf) < NOTIFY_WINDOW_SECONDS:
+        return
     try:
         with connection.cursor() as cursor:
             # A transaction that writes nothing else waits for no disk, whatever synchronous_commit says.
             cursor.execute(f"NOTIFY django_outbox_{queue}")
+        _notified_at[using, queue] = now
     except Error as error:  # the base of InterfaceError too: a connection that is closed already
         logger.warning(
             "wake-up not sent, the next poll finds the event database=%s error=%s", using, clean_error(error)
@@ -338,14 +351,41 @@ class Listener(Watcher):
             wait = min(wait * 2, RECONNECT_MAX_SECONDS)
 
     async def _listen(self, connection: Any) -> None:
+        import psycopg  # noqa: PLC0415  SQLite projects need no libpq
+
+        loop = asyncio.get_running_loop()
+        pgconn = connection.pgconn
+        # What comes along with the answer to a ping, the driver reads.
+        connection.add_notify_handler(lambda notification: self._on_wake(CHANNELS.get(notification.channel)))
         while True:
-            began = time.monotonic()
-            async for notification in connection.notifies(timeout=PING_SECONDS, stop_after=1):
-                self._on_wake(CHANNELS.get(notification.channel))
-            if time.monotonic() - began >= PING_SECONDS:
-                # A sign of life that does some good: the server drops what all sessions have read
-                # when it is asked how full its queue is. One that was full stays full until then.
-                self._note_queue(await self._execute(connection, "SELECT pg_notification_queue_usage()"))
+            ended = asyncio.Event()
+            errors: list[psycopg.Error] = []
+
+            def read(ended: asyncio.Event = ended, errors: list[psycopg.Error] = errors) -> None:
+                # Below the driver's own loop: every step of it is time between a commit and its handler.
+                try:
+                    pgconn.consume_input()
+                    while (notification := pgconn.notifies()) is not None:
+                        self._on_wake(CHANNELS.get(notification.relname.decode()))
+                except psycopg.Error as error:
+                    errors.append(error)
+                    ended.set()
+
+            socket = pgconn.socket
+            loop.add_reader(socket, read)
+            # What the driver read from the socket with an answer is not heard of there.
+            read()
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PING_SECONDS):
+                        await ended.wait()
+            finally:
+                loop.remove_reader(socket)
+            if errors:
+                raise errors[0]
+            # A sign of life that does some good: the server drops what all sessions have read
+            # when it is asked how full its queue is. One that was full stays full until then.
+            self._note_queue(await self._execute(connection, "SELECT pg_notification_queue_usage()"))
 
     def _note_queue(self, usage: float) -> None:
         """Say once when the server's notification queue fills: at its end no notification can be sent by anybody."""

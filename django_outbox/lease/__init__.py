@@ -18,7 +18,7 @@ All the SQL is here, for PostgreSQL and SQLite. What holds for every statement:
 from __future__ import annotations
 
 from django_outbox.lease.claim import Claimer, next_due_seconds
-from django_outbox.lease.enqueue import insert_rows, keep_rows
+from django_outbox.lease.enqueue import insert_rows, insert_values, keep_rows
 from django_outbox.lease.insert import insert_events
 from django_outbox.lease.lanes import due_lanes, known_lanes
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
@@ -69,6 +69,7 @@ __all__ = [
     "holder_name",
     "insert_events",
     "insert_rows",
+    "insert_values",
     "keep_rows",
     "known_lanes",
     "new_id",

@@ -23,7 +23,7 @@ from django_outbox.mail import compat, store
 from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
 from django_outbox.mail.codec import decode
 from django_outbox.mail.store import EMAILS
-from django_outbox.mail.transport import SendFailed, Sent, Transport
+from django_outbox.mail.transport import SendFailed, Sent, Transport, sends_mime
 from django_outbox.mail.verdicts import Blame, Stage, Verdict, judge, refusal_text
 
 __all__ = ["EmailRun", "EmailWork"]
@@ -88,9 +88,16 @@ class Backends:
         logger.warning("backend paused alias=%s seconds=%g reason=%s", alias, seconds, reason)
 
     def sent(self, alias: str) -> None:
-        """Note a success: whatever was wrong is over."""
+        """Note a success: whatever was wrong is over, but for a pause that was asked for meanwhile."""
         with self._lock:
-            self._known.pop(alias, None)
+            known = self._known.get(alias)
+            if known is None:
+                return
+            if known.until > time.monotonic():
+                # It was under way when the pause began, and says nothing of what the pause is for.
+                known.code, known.refused = "", set()
+            else:
+                del self._known[alias]
 
     def refuses_all(self, alias: str, *, code: str, recipient: str) -> bool:
         """Note a refusal for good; return whether it looks as if everything were refused with this code."""
@@ -120,9 +127,11 @@ class EmailRun(SingleRun):
             return expired
         settings = self._work.settings()
         needed = min(settings.timeout_seconds + EMAIL_LEASE_MARGIN_SECONDS, self.lease.seconds / 2)
-        if self._work.backends.paused_seconds(self._alias) or self.lease.deadline - time.monotonic() < needed:
+        if self._work.backends.paused_seconds(self._alias):
             return _RELEASED
-        return None
+        if not self._work.wait_for_the_last(until=self.lease.deadline - needed):
+            return _RELEASED
+        return _RELEASED if self.lease.deadline - time.monotonic() < needed else None
 
     def _expired(self) -> Result | None:
         expires_at = self.lease.content["expires_at"]
@@ -144,6 +153,7 @@ class EmailRun(SingleRun):
 
     def perform(self, *, timeout: float) -> Result:
         """Send it."""
+        self._work.note_started(self.lease)
         try:
             loaded = store.load(self.lease.id, using=self.using, document=self.lease.content.pop(_DOCUMENT, None))
         except (OperationalError, InterfaceError) as error:
@@ -155,7 +165,7 @@ class EmailRun(SingleRun):
         transport = self._work.transport(self._alias)
         settings = self._work.settings()
         try:
-            message = decode(*loaded, with_message_id=not _is_anymail(self._alias, settings))
+            message = decode(*loaded, with_message_id=sends_mime(self._alias, settings))
         except (ValueError, KeyError, TypeError, LookupError) as error:
             return _failed(clean_error(error), "unbuildable")
         finally:
@@ -307,16 +317,6 @@ def _cleaned(refused: Mapping[str, str]) -> dict[str, str]:
     return {clean_text(address)[:320]: clean_error(said, limit=300) for address, said in refused.items()}
 
 
-def _is_anymail(alias: str, settings: EmailSettings) -> bool:
-    """Return whether the messages go to an API, which makes its own Message-ID and may refuse another."""
-    from django_outbox.mail.transport import delivery_target  # noqa: PLC0415
-
-    path, mailer = delivery_target(alias, settings)
-    if path is None:
-        path = str((compat.mailers() or {}).get(mailer, {}).get("BACKEND", ""))
-    return path.startswith("anymail.")
-
-
 @contextmanager
 def _delivering(message_id: str) -> Iterator[None]:
     token = delivering.set(message_id)
@@ -330,10 +330,11 @@ def _delivering(message_id: str) -> Iterator[None]:
 
 
 class _Kept(threading.local):
-    """The connections that a handler thread keeps between messages."""
+    """What a handler thread keeps between messages: its connections, and the last message it started."""
 
     def __init__(self) -> None:
         self.transports: dict[str, Transport] = {}
+        self.last: UUID | None = None
 
 
 class EmailWork(Work):
@@ -351,6 +352,7 @@ class EmailWork(Work):
         self._owed_to = owed_to
         self.backends = Backends()
         self._kept = _Kept()
+        self._unsettled: dict[UUID, threading.Event] = {}
         self._seen: set[str] = set()
         self._seen_at = float("-inf")
         self._sweep_after: UUID | None = None
@@ -363,6 +365,29 @@ class EmailWork(Work):
     def start(self, lease: engine.Lease, *, using: str) -> EmailRun:
         """Return the run of an email."""
         return EmailRun(lease, using=using, work=self)
+
+    def note_started(self, lease: engine.Lease) -> None:
+        """Note what this thread sends now; see `wait_for_the_last`."""
+        if self._kept.last is not None:
+            self._unsettled.pop(self._kept.last, None)
+        self._kept.last = lease.id
+        self._unsettled[lease.id] = threading.Event()
+
+    def wait_for_the_last(self, *, until: float) -> bool:
+        """
+        Wait until what this thread sent last is recorded; return whether it was by then.
+
+        A relay that dies repeats what it had sent and not recorded: with this, one message
+        of each thread, and not all that it sent while the database was slow.
+        """
+        event = self._unsettled.get(self._kept.last) if self._kept.last is not None else None
+        return event is None or event.wait(max(0.0, until - time.monotonic()))
+
+    def landed(self, leases: Sequence[engine.Lease]) -> None:
+        """Note what is recorded, or no longer this process's."""
+        for lease in leases:
+            if (event := self._unsettled.pop(lease.id, None)) is not None:
+                event.set()
 
     def transport(self, alias: str) -> Transport:
         """Return this thread's connection to a backend."""

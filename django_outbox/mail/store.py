@@ -33,6 +33,7 @@ __all__ = [
     "wipe_final",
 ]
 
+_CONTENTS: Final = 100
 _SHA_BATCH: Final = 100
 DOCUMENT_AHEAD: Final = 50_000
 """Characters of a document that are worth keeping in memory until its turn comes."""
@@ -137,9 +138,9 @@ def _holders(keys: Sequence[str], using: str) -> dict[str, UUID]:
 
 def _insert_content(emails: Sequence[tuple[UUID, Stored]], using: str) -> None:
     content = _model("OutboxEmailContent")
-    content.objects.using(using).bulk_create(
-        [content(email_id=id_, document=stored.document) for id_, stored in emails]
-    )
+    for start in range(0, len(emails), _CONTENTS):
+        chunk = [(id_, stored.document) for id_, stored in emails[start : start + _CONTENTS]]
+        engine.insert_values(content, ("email_id", "document"), chunk, using=using)
     blobs = {digest: data for _, stored in emails for digest, data in stored.blobs.items()}
     if blobs:
         places = _blob_ids(blobs, using)

@@ -23,13 +23,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.mail import EmailMessage
 from django.core.mail.backends.base import BaseEmailBackend
 from django.core.mail.backends.smtp import EmailBackend as SMTPBackend
+from django.utils.module_loading import import_string
 
 from django_outbox.conf import EmailSettings
 from django_outbox.mail import compat
 from django_outbox.mail.backend import EmailBackend, queue_mailers
 from django_outbox.mail.verdicts import Stage, refusal_text
 
-__all__ = ["SendFailed", "Sent", "Transport", "delivering_backend"]
+__all__ = ["SendFailed", "Sent", "Transport", "delivering_backend", "sends_mime"]
 
 MOST_MESSAGES: Final = 100
 """Messages after which a connection is opened anew."""
@@ -89,6 +90,23 @@ def delivery_target(alias: str, settings: EmailSettings) -> tuple[str | None, st
         # Rows that were queued before MAILERS bear the alias that has become the queue's own.
         return None, queue_mailers().get(alias) or alias
     return settings.backend or compat.default_backend_path(), alias
+
+
+def sends_mime(alias: str, settings: EmailSettings) -> bool:
+    """Return whether the backend sends MIME; Anymail's talk to APIs that make a Message-ID of their own."""
+    path, mailer = delivery_target(alias, settings)
+    if path is None:
+        path = str((compat.mailers() or {}).get(mailer, {}).get("BACKEND", ""))
+    return not _is_anymail(path)
+
+
+@lru_cache(maxsize=64)
+def _is_anymail(path: str) -> bool:
+    try:
+        cls = import_string(path)
+    except ImportError:
+        return False  # whoever makes the backend says so
+    return any(each.__module__.startswith("anymail.") for each in getattr(cls, "__mro__", ()))
 
 
 class Transport:
@@ -167,14 +185,14 @@ class Transport:
         if not self._usable():
             self.drop()
             return
-        _limits.deadline = time.monotonic() + _QUIT_SECONDS
+        before, _limits.deadline = _limits.deadline, time.monotonic() + _QUIT_SECONDS
         try:
             if self._open and self._backend is not None:
                 self._backend.close()
         except Exception:  # noqa: BLE001  what was sent is sent
             self.drop()
         finally:
-            _limits.deadline = None
+            _limits.deadline = before
         self._open = False
 
     def drop(self) -> None:

@@ -119,6 +119,10 @@ class Flights:
                     known.lease.fence, known.lease.deadline = lease.fence, lease.deadline
         return fresh
 
+    def thread_freed(self, lane: Lane) -> None:
+        """Note that a queue has a free thread, though no row of it has landed."""
+        self._when_landed(lane, due=False)
+
     # --- the ways out
 
     def close(self, flight: Flight) -> None:

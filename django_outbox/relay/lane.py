@@ -92,6 +92,8 @@ class Lane:
         """Before this moment a wake-up is not answered."""
         self.empty = 0
         """Looks in a row that found nothing."""
+        self.ask_only = False
+        """Whether the next look needs no claim, only the next due time."""
         self.spare_until = 0.0
         """Until this moment, leases of others that ran out are left alone."""
         # The settler's.
@@ -284,3 +286,4 @@ class Lane:
         )
         # The row's other steps go on in the thread that takes this one's place.
         self._add_thread(flight)
+        self._all.thread_freed(self)

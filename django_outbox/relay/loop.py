@@ -33,6 +33,13 @@ EXIT_RECYCLE: Final = 75
 
 CLAIM_LIMIT: Final = 500
 EMPTY_FLOOR_SECONDS: Final = 0.05
+ASK_AFTER_SECONDS: Final = wake.NOTIFY_WINDOW_SECONDS + 0.003
+"""
+How long after a claim that brought all there was a queue is asked when its next row falls due.
+
+By then the window has passed in which a process that notified does not do so again, so
+the question finds what was committed in it.
+"""
 FAILED_FLOOR_SECONDS: Final = 2.0
 SPARING_FLOOR_SECONDS: Final = 1.0
 SETTLE_UP_SECONDS: Final = 5.0
@@ -228,7 +235,10 @@ class Relay:
 
     def _look(self, lane: Lane) -> int:
         """Claim what is due in a queue and hand it out; return how many rows came, and note when to look again."""
-        lane.woken = False
+        woken, lane.woken = lane.woken, False
+        if lane.ask_only and not woken:
+            self._ask(lane)
+            return 0
         asked = min(lane.room(), CLAIM_LIMIT)
         claimed = 0
         if asked > 0:
@@ -241,11 +251,13 @@ class Relay:
         if lane.hungry:
             # As much came as was asked for: there is more, and either room for it or a row to wait for.
             lane.look_at = now if lane.room() > 0 else now + self.settings.poll_seconds
+        elif self.mode == "serve" and lane.work.asks_database:
+            # The rows start first: the question costs this thread and the server as much as a claim of one row.
+            lane.ask_only, lane.look_at = True, now + ASK_AFTER_SECONDS
         else:
-            due = lane.work.next_due_seconds(using=self.using)
-            if due is not None and not claimed and now < lane.spare_until:
-                due = max(due, SPARING_FLOOR_SECONDS)
-            lane.look_at = now + min(self.settings.poll_seconds, self.settings.poll_seconds if due is None else due)
+            self._ask(lane)
+            if woken:
+                lane.look_at = min(lane.look_at, now + ASK_AFTER_SECONDS)
         # One wake-up for nothing is ordinary: its row was claimed with the one before it.
         # A second in a row may be one of many, and they are answered all at once.
         lane.empty = 0 if claimed or asked <= 0 else lane.empty + 1
@@ -253,6 +265,16 @@ class Relay:
         if lane.empty > 1:
             lane.look_at = max(lane.look_at, lane.floor_at)
         return claimed
+
+    def _ask(self, lane: Lane) -> None:
+        """Note when a queue's next row falls due; without one in sight, when to ask again."""
+        now, poll = time.monotonic(), self.settings.poll_seconds
+        due = lane.work.next_due_seconds(using=self.using)
+        if due is not None and now < lane.spare_until:
+            due = max(due, SPARING_FLOOR_SECONDS)
+        in_sight = due is not None and due <= poll
+        lane.ask_only = lane.work.asks_database and not in_sight
+        lane.look_at = now + (due if due is not None and in_sight else poll)
 
     def _claim(self, lane: Lane, limit: int) -> tuple[list[engine.Lease], bool]:
         """Claim up to so many rows, scope by scope; return them, and whether there may be more."""

@@ -248,6 +248,7 @@ class WebhookWork(Work):
     # Enough for the threads to be busy while the next are claimed; what waits, waits under a lease.
     prefetch_seconds: ClassVar[float] = 0.2
     look_when_landed: ClassVar[bool] = True
+    asks_database: ClassVar[bool] = False
 
     def __init__(self, *, owed_to: Callable[[str], str]) -> None:
         self.turns = Turns()

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture(autouse=True)
+def _no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every transaction notify, however soon it comes after another."""
+    monkeypatch.setattr(wake, "NOTIFY_WINDOW_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _handler() -> None:
     on_event("thing.*", name="listener")(lambda event: None)
 
@@ -272,6 +278,20 @@ def test_the_notification_is_a_statement_of_its_own_without_a_payload(raw_connec
     with connection.cursor() as cursor:
         cursor.execute("SHOW synchronous_commit")
         assert cursor.fetchone() == ("on",)
+
+
+@pytest.mark.postgres
+def test_transactions_in_quick_succession_share_a_notification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is made long, so that it cannot be over; another queue has one of its own."""
+    monkeypatch.setattr(wake, "NOTIFY_WINDOW_SECONDS", 60.0)
+    monkeypatch.setattr(wake, "_notified_at", {})
+    with CaptureQueriesContext(connection) as queries:
+        for _ in range(20):
+            with transaction.atomic():
+                emit_event("thing.done")
+        wake.notify("default", queue="email")
+    sent = [query["sql"] for query in queries if "NOTIFY" in query["sql"]]
+    assert sent == ["NOTIFY django_outbox_events", "NOTIFY django_outbox_email"]
 
 
 @pytest.mark.sqlite

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import requests
+from anymail.backends.resend import EmailBackend as ResendBackend
 from anymail.exceptions import AnymailCancelSend
 from anymail.message import AnymailMessage
 from anymail.signals import post_send, pre_send
@@ -61,6 +62,17 @@ def test_anymails_attributes_reach_the_provider_and_its_id_comes_back(provider: 
     # An API makes a Message-ID of its own, and some refuse another.
     assert "message-id" not in json.dumps(asked).lower()
     assert OutboxEmail.objects.get().provider_message_id == "provider-1"
+
+
+class Ours(ResendBackend):  # type: ignore[misc]
+    """A project's own subclass of an Anymail backend."""
+
+
+def test_a_subclass_of_anymails_is_known_for_one(provider: Provider, settings: Any) -> None:
+    settings.OUTBOX = {"EMAIL": {"BACKEND": f"{__name__}.Ours"}}
+    enqueue_email(message())
+    drain()
+    assert "message-id" not in json.dumps(provider.asked).lower()
 
 
 def test_a_message_id_of_ones_own_is_passed_on(provider: Provider) -> None:

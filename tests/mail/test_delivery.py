@@ -48,6 +48,12 @@ def recipients(server: ScriptedServer | RealServer) -> list[list[str]]:
     return [[address.partition("@")[0] for address in each.recipients] for each in server.received]
 
 
+def resume(work: EmailWork) -> None:
+    """End the pauses, as time would."""
+    for known in work.backends._known.values():
+        known.until = 0
+
+
 # --- the ordinary way
 
 
@@ -86,6 +92,16 @@ def test_lanes_go_out_in_order(scripted: Start) -> None:
     queue(3, priority="urgent")
     drain()
     assert recipients(server) == [["user3"], ["user2"], ["user1"]]
+
+
+def test_smtp_over_tls_is_watched_as_well() -> None:
+    import smtplib
+
+    from django_outbox.mail.transport import _Watch, _watched_smtp
+
+    watched = _watched_smtp(smtplib.SMTP_SSL)
+    assert watched.__mro__[1:4] == (_Watch, smtplib.SMTP_SSL, smtplib.SMTP)
+    assert _watched_smtp(smtplib.SMTP) is _Watch
 
 
 def test_a_delayed_email_waits(smtp: RealServer) -> None:
@@ -285,11 +301,11 @@ def test_a_message_that_breaks_every_connection_stops_nobody(scripted: Start, wo
     assert (email.attempts, email.status) == (0, "waiting")
     assert "Connection unexpectedly closed" in email.last_error
     assert work.backends.paused_seconds("default") > 4
-    work.backends.sent("default")
+    resume(work)
     assert drain() == {"done": 2}
     # It does not go on so for ever: from the age at which nothing is replayed any more it is charged.
     for hours in (25, 26, 27, 28):
-        work.backends.sent("default")
+        resume(work)
         with travel(hours=hours):
             drain(queues=["email"])
     assert statuses()["user1"] == "dead"
@@ -319,7 +335,7 @@ def test_what_nobody_could_send_through_charges_nobody_and_pauses_the_backend(
     assert 4 < work.backends.paused_seconds("default") <= 5
     assert drain() == {}
     broken[0] = False
-    work.backends.sent("default")
+    resume(work)
     assert drain() == {"done": 3}
 
 
@@ -364,6 +380,11 @@ def test_pauses_double_until_a_success(work: EmailWork) -> None:
         seen.append(round(backends.paused_seconds("a")))
         backends._known["a"].until = 0
     assert seen == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    # A success that was under way when the pause began does not end it, one after it does.
+    backends.pause("a", reason="test")
+    backends.sent("a")
+    assert round(backends.paused_seconds("a")) == 300
+    backends._known["a"].until = 0
     backends.sent("a")
     backends.pause("a", reason="test")
     assert round(backends.paused_seconds("a")) == 5
@@ -657,3 +678,72 @@ def test_an_email_that_is_written_by_a_quiet_row_is_not_announced(scripted: Star
     email = OutboxEmail.objects.get(pk=id_)
     assert (email.status, email.quiet, email.organization_id, email.request_id) == ("failed", True, "acme", "r1")
     assert not OutboxEvent.objects.exists()
+
+
+def test_a_thread_sends_nothing_more_until_its_last_message_is_recorded(smtp: RealServer, work: EmailWork) -> None:
+    queue(1, 2)
+    first, second = engine.Claimer(EMAILS, holder="me", using="default").claim(2, lease_seconds=120)
+    run = work.start(first, using="default")
+    step = run.next_step()
+    assert step is not None
+    run.finish(step, run.invoke(step, timeout=30))
+    # Nobody records it: what follows is given back once too little is left of its lease.
+    waiting = work.start(second, using="default")
+    second.deadline -= 75
+    assert waiting.next_step() is None
+    assert isinstance(waiting.settled().outcome, engine.Released)
+    # Recorded, the next one starts.
+    second.deadline += 75
+    work.landed([first])
+    assert work.start(second, using="default").next_step() is not None
+
+
+def test_a_send_that_is_cut_off_may_have_gone_out(smtp: RealServer, work: EmailWork) -> None:
+    from django_outbox.delivery import Result
+
+    queue(1, 2)
+    leases = engine.Claimer(EMAILS, holder="me", using="default").claim(2, lease_seconds=120)
+    interrupted, overrun = (work.start(lease, using="default") for lease in leases)
+    for run in (interrupted, overrun):
+        assert run.next_step() is not None
+    interrupted.interrupt()
+    overrun.finish(overrun, Result("took longer than its 30 s"))
+    for run in (interrupted, overrun):
+        settled = run.settled()
+        assert isinstance(settled.outcome, engine.Retry)
+        assert settled.columns == {"failure_kind": "interrupted", "maybe_sent": True}
+
+
+def test_a_fault_that_only_a_child_process_met_pauses_the_backend_here_too(work: EmailWork) -> None:
+    import pickle
+
+    from django_outbox.delivery import Result
+
+    queue(1)
+    (lease,) = engine.Claimer(EMAILS, holder="me", using="default").claim(1, lease_seconds=120)
+    run = work.start(lease, using="default")
+    step = run.next_step()
+    assert step is not None
+    run.finish(step, pickle.loads(pickle.dumps(Result(outcome=engine.Released()))))  # noqa: S301  our own
+    assert work.backends.paused_seconds("default") > 4
+
+
+def test_the_databases_trouble_charges_no_email(smtp: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from django.db import OperationalError
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OperationalError("server closed the connection")
+
+    queue(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("django_outbox.mail.store.documents", fails)
+        patch.setattr("django_outbox.mail.store.load", fails)
+        claimed = engine.Claimer(EMAILS, holder="me", using="default").claim(1, lease_seconds=120)
+        run = EmailWork(owed_to=lambda _: "{}").start(claimed[0], using="default")
+        step = run.next_step()
+        assert step is not None
+        run.finish(step, run.invoke(step, timeout=30))
+        assert isinstance(run.settled().outcome, engine.Released)
+        engine.release(claimed, using="default")
+    assert drain() == {"done": 1}
+    assert rows()["user1"].attempts == 1
