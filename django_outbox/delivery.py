@@ -333,6 +333,9 @@ class Work(ABC):
     look_when_landed: ClassVar[bool] = False
     """Whether a row that ends can make another claimable."""
 
+    threads: int = 0
+    """How many threads a relay of this process gives it; 0: there is no relay here."""
+
     @abstractmethod
     def settings(self) -> QueueSettings:
         """Return the queue's settings in force."""

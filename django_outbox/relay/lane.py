@@ -74,7 +74,7 @@ class Lane:
     ) -> None:
         self.work = work
         self.settings: QueueSettings = work.settings()
-        self.threads = threads or self.settings.concurrency
+        self.threads = work.threads = threads or self.settings.concurrency
         self.claimer = engine.Claimer(work.queue, holder=holder, using=flights.using)
         self.flights: dict[UUID, Flight] = {}
         self.counts: Counter[str] = Counter()
