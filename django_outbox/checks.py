@@ -30,6 +30,7 @@ from django_outbox.conf import EmailSettings, OutboxSettings, get_settings, prob
 from django_outbox.mail import compat as mail_compat
 from django_outbox.mail import queue_mailers
 from django_outbox.models import OutboxEvent
+from django_outbox.tasks import API_AVAILABLE, API_MISSING
 
 __all__ = ["MEANINGS", "check_outbox"]
 
@@ -51,6 +52,8 @@ MEANINGS: Final = {
     "E030": "`webhook-fanout` is on, but the extra `[webhooks]` is not installed.",
     "E031": "The webhook lease does not cover a look-up, a request and the margin.",
     "E032": "`CA_BUNDLE` names a file that is not there.",
+    "E040": "A backend in `TASKS` is the outbox's, but there is no Tasks API: Django is 5.2, without `django-tasks`.",
+    "E041": "An option of the outbox's backend in `TASKS` is unknown, or a queue name in it does not fit.",
     "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
     "W011": "The connection pool is smaller than the relay's threads need.",
     "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
@@ -60,6 +63,9 @@ MEANINGS: Final = {
     "W030": "`ALLOW_NETWORKS` opens every address to webhooks.",
 }
 """Every check, by the last part of its id."""
+
+TASK_BACKEND: Final = "django_outbox.tasks.OutboxTaskBackend"
+_QUEUE_NAME_LENGTH: Final = 64
 
 OLDEST_SQLITE: Final = (3, 38)
 
@@ -88,7 +94,7 @@ def check_outbox(**_: Any) -> list[CheckMessage]:
     if wrong:
         return wrong
     outbox = get_settings()
-    return [*_database_problems(outbox), *_email_problems(outbox), *_webhook_problems(outbox)]
+    return [*_database_problems(outbox), *_email_problems(outbox), *_webhook_problems(outbox), *_task_problems()]
 
 
 def _message(id: str, message: str, hint: str) -> CheckMessage:  # noqa: A002  Django's word
@@ -113,6 +119,30 @@ def _database_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
             'Name the alias of a supported database in OUTBOX["DATABASE"].',
         )
     yield from _router_problems(outbox)
+
+
+def _task_problems() -> Iterator[CheckMessage]:
+    """Look at the entries of ``TASKS`` that name our backend, without making one."""
+    given = getattr(django_settings, "TASKS", None)
+    for alias, params in given.items() if isinstance(given, dict) else ():
+        if not isinstance(params, dict) or params.get("BACKEND") != TASK_BACKEND:
+            continue
+        where = f"TASKS[{alias!r}]"
+        if not API_AVAILABLE:
+            yield _message("E040", f"{where} names the outbox's backend, but Django has no Tasks API.", API_MISSING)
+        if options := params.get("OPTIONS"):
+            yield _message(
+                "E041",
+                f'{where}["OPTIONS"] has {", ".join(map(str, options))}; the backend of the outbox takes no options.',
+                'Attempts, time limits and threads are settings of the queue, OUTBOX["TASKS"], or of a task.',
+            )
+        for name in params.get("QUEUES") or ():
+            if not isinstance(name, str) or not 1 <= len(name) <= _QUEUE_NAME_LENGTH:
+                yield _message(
+                    "E041",
+                    f'{where}["QUEUES"] has {name!r:.80}, which is not a text of 1 to {_QUEUE_NAME_LENGTH} characters.',
+                    "Shorten it.",
+                )
 
 
 def _router_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:

@@ -26,6 +26,7 @@ __all__ = [
     "OutboxSettings",
     "Problem",
     "QueueSettings",
+    "TaskSettings",
     "WebhookSettings",
     "get_settings",
     "problems",
@@ -267,6 +268,46 @@ class WebhookSettings(QueueSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings(QueueSettings):
+    """The settings of the task queue."""
+
+    max_attempts: int = _setting(
+        "count",
+        default=8,
+        low=1,
+        high=10_000,
+        unit="attempts",
+        doc="Failed attempts after which a task is dead, where it says nothing itself.",
+    )
+    retry_base_seconds: float = _setting(
+        "seconds", default=30.0, doc="Wait after the first failure; doubles from there."
+    )
+    replay_every_seconds: float | None = _setting(
+        "seconds",
+        default=None,
+        low=1,
+        doc="How often a dead task is tried again; `None` = never: it waits for a person.",
+    )
+    lease_seconds: float = _setting(
+        "seconds", default=300.0, low=1, high=86_400, doc="How long a claim holds a row; renewed at a third of it."
+    )
+    timeout_seconds: float = _setting(
+        "seconds", default=300.0, low=0.01, high=86_400, doc="Time limit of a task that sets none of its own."
+    )
+    concurrency: int = _setting(
+        "count", default=8, low=1, high=1_000, unit="threads", doc="Threads that run tasks, per relay process."
+    )
+    retention_seconds: float | None = _setting(
+        "seconds",
+        default=604_800.0,
+        high=_FOR_EVER,
+        optional=True,
+        doc="How long done tasks are kept, with their return values; an idle relay removes older ones. `None` = for"
+        " ever. Dead and failed ones are kept.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSettings:
     """All of ``settings.OUTBOX``, validated, with defaults filled in."""
 
@@ -314,6 +355,7 @@ class OutboxSettings:
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
     email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))
     webhooks: WebhookSettings = field(default_factory=WebhookSettings, metadata=_queue("The webhook queue."))
+    tasks: TaskSettings = field(default_factory=TaskSettings, metadata=_queue("The task queue."))
 
 
 @dataclass(frozen=True, slots=True)

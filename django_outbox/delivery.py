@@ -336,6 +336,19 @@ class Work(ABC):
     threads: int = 0
     """How many threads a relay of this process gives it; 0: there is no relay here."""
 
+    @property
+    def label(self) -> str:
+        """What is served, in words: the queue's name, and its parts where only some are."""
+        return self.queue.name
+
+    def narrowed(self, parts: Sequence[str]) -> Work:
+        """
+        Return the work on some parts of the queue only.
+
+        :raises ValueError: when it has no parts, or none of such a name.
+        """
+        raise ValueError(f"The queue {self.queue.name} has no parts, so {parts[0]!r} is none of them.")
+
     @abstractmethod
     def settings(self) -> QueueSettings:
         """Return the queue's settings in force."""

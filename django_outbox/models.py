@@ -28,6 +28,7 @@ __all__ = [
     "OutboxEmailBlob",
     "OutboxEmailContent",
     "OutboxEvent",
+    "OutboxTask",
     "Status",
     "UTCDateTimeField",
     "WebhookAttempt",
@@ -352,6 +353,77 @@ class OutboxEmailAttachment(models.Model):
 
     def __str__(self) -> str:
         return f"{self.email_id} {self.blob_id}"
+
+
+class OutboxTask(Leasable):
+    """One call of a task, and how it ended."""
+
+    task_path = models.CharField(max_length=255, help_text="Where the task is found, such as shop.tasks.send_invoice.")
+    backend_alias = models.CharField(max_length=64, db_default="default", help_text="Its name in the setting TASKS.")
+    queue_name = models.CharField(max_length=64, db_default="default")
+    priority = models.SmallIntegerField(db_default=0, help_text="-100 to 100, larger first.")
+    payload = models.JSONField(encoder=DjangoJSONEncoder, help_text="Its arguments: args and kwargs.")
+    max_attempts = models.IntegerField(null=True, blank=True, help_text="Null: the queue's.")
+    timeout_seconds = models.FloatField(null=True, blank=True, help_text="Null: the queue's.")
+    waits = models.JSONField(null=True, blank=True, help_text="Seconds between attempts. Null: the queue's.")
+    dedupe_key = models.CharField(max_length=255, blank=True, db_default="")
+    return_value = models.JSONField(null=True, blank=True)
+    errors = models.JSONField(default=list, help_text="What its latest failed attempts raised.")
+    worker_ids = models.JSONField(default=list, help_text="The holder of every attempt that ended.")
+    started_at = UTCDateTimeField(null=True, blank=True, help_text="Of its first attempt that ended.")
+    last_attempted_at = UTCDateTimeField(null=True, blank=True)
+    parked_at = UTCDateTimeField(null=True, blank=True, help_text="Since when no relay that had it knows the task.")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    request_id = models.CharField(max_length=255, blank=True, db_default="")
+    causation_id = models.UUIDField(null=True, blank=True)
+
+    class Meta(Leasable.Meta):
+        db_table = "django_outbox_task"
+        verbose_name = "task"
+        verbose_name_plural = "tasks"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_outboxtask", "Can retry tasks"),
+            ("discard_outboxtask", "Can discard tasks"),
+            ("read_outboxtask", "Can read tasks' arguments and results"),
+        )
+        constraints = (
+            *Leasable.Meta.constraints,
+            models.CheckConstraint(condition=is_json_object("payload"), name="django_outbox_task_payload_object"),
+            # A key is held by the row that may still run. A dead one holds nothing, and no claim touches this.
+            models.UniqueConstraint(
+                fields=["task_path", "dedupe_key"],
+                name="django_outbox_task_dedupe",
+                condition=Q(status__in=["pending", "waiting"]) & ~Q(dedupe_key=""),
+            ),
+        )
+        indexes = (
+            # A claim takes one priority of one queue name, so that a flood of another costs it nothing.
+            models.Index(
+                fields=["queue_name", "priority", "created_at", "id"],
+                name="outbox_task_lane_pending",
+                condition=Q(status="pending"),
+            ),
+            models.Index(
+                fields=["queue_name", "priority", "due_at", "id"],
+                name="outbox_task_lane_waiting",
+                condition=Q(status="waiting"),
+            ),
+            models.Index(
+                fields=["queue_name", "priority", "due_at", "id"],
+                name="outbox_task_lane_replay",
+                condition=Q(status="dead", due_at__isnull=False),
+            ),
+            # Across the lanes: how old the oldest is, what operators look at, retention.
+            models.Index(fields=["created_at", "id"], name="outbox_task_pending", condition=Q(status="pending")),
+            models.Index(fields=["due_at", "id"], name="outbox_task_waiting", condition=Q(status="waiting")),
+            models.Index(fields=["dead_at", "id"], name="outbox_task_dead", condition=Q(status="dead")),
+            models.Index(fields=["finished_at", "id"], name="outbox_task_failed", condition=Q(status="failed")),
+            models.Index(fields=["finished_at", "id"], name="outbox_task_done", condition=Q(status="done")),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.task_path} {self.pk}"
 
 
 class WebhookEndpoint(models.Model):

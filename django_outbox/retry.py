@@ -68,7 +68,9 @@ class Schedule:
     One queue's failure schedule; all times in seconds.
 
     ``replay_every`` ``None`` means that dead rows wait for a person;
-    ``replay_for`` ``None`` means that they are replayed for ever.
+    ``replay_for`` ``None`` means that they are replayed for ever. ``waits``, where given,
+    stand for ``base`` and ``cap``: the wait after the first failure, the second and so on,
+    the last of them after all later ones.
     """
 
     max_attempts: int
@@ -76,6 +78,7 @@ class Schedule:
     cap: float
     replay_every: float | None
     replay_for: float | None
+    waits: tuple[float, ...] = ()
 
     def after_failure(
         self,
@@ -94,7 +97,10 @@ class Schedule:
         itself.
         """
         if not dead and attempts < self.max_attempts:
-            return False, backoff_seconds(attempts, base=self.base, cap=self.cap, requested=requested, rand=rand)
+            base, cap = self.base, self.cap
+            if self.waits:
+                base = cap = self.waits[min(max(attempts, 1), len(self.waits)) - 1]
+            return False, backoff_seconds(attempts, base=base, cap=cap, requested=requested, rand=rand)
         return True, self.replay_delay(age=age, requested=requested, rand=rand)
 
     def replay_delay(

@@ -101,6 +101,8 @@ DEFAULT_FROM_EMAIL = "hello@example.com"
 # What links in mails begin with: a relay has no request to take it from.
 SITE_URL = env.str("SITE_URL", default="http://127.0.0.1:8000")
 
+TASKS = {"default": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend"}}
+
 OUTBOX: dict[str, Any] = {
     "BUILTIN_HANDLERS": ["webhook-fanout"],
     "EVENTS": {

@@ -104,3 +104,8 @@ DATABASES = {
     "default": _database("test_outbox"),
     "orders": _database("test_outbox_orders"),
 }
+
+TASKS = {
+    "default": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend", "QUEUES": ["default", "reports", "mail"]},
+    "second": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend", "QUEUES": []},
+}

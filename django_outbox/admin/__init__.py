@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
+from django_outbox.admin.tasks import OutboxTaskAdmin
 from django_outbox.admin.webhooks import WebhookDeliveryAdmin, WebhookEndpointAdmin
 
-__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]
+__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "OutboxTaskAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]

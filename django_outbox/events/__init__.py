@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from django_outbox.events.deliver import EVENTS, EventRun, EventWork, announcement
 from django_outbox.events.emit import NewEvent, captures, emit_event, emit_events
-from django_outbox.events.payload import encode_json
 from django_outbox.events.registry import (
     RESERVED_PREFIXES,
     Event,
@@ -20,6 +19,7 @@ from django_outbox.events.registry import (
     on_event,
     registry,
 )
+from django_outbox.payload import encode_json
 
 __all__ = [
     "EVENTS",

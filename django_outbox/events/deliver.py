@@ -42,6 +42,7 @@ EVENTS: Final = engine.Queue(
         "failures",
     ),
     bulk="payload",
+    kind="type",
     handlers=True,
     announcement="outbox.event.dead",
 )

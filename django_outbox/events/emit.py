@@ -22,8 +22,8 @@ from django_outbox import wake
 from django_outbox.conf import get_settings
 from django_outbox.delivery import current_cause
 from django_outbox.errors import InvalidPayload, NotInTransaction
-from django_outbox.events.payload import encode_headers, encode_json, shown, unstorable
 from django_outbox.events.registry import check_type, registry
+from django_outbox.payload import encode_headers, encode_json, shown, unstorable
 
 
 @dataclass(frozen=True, slots=True)

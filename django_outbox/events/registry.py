@@ -19,7 +19,7 @@ from django.utils.module_loading import autodiscover_modules
 
 from django_outbox.conf import get_settings, problems
 from django_outbox.errors import DuplicateHandler, InvalidEventType, InvalidHandlerName
-from django_outbox.events.payload import shown
+from django_outbox.payload import shown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

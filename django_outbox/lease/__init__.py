@@ -18,6 +18,7 @@ All the SQL is here, for PostgreSQL and SQLite. What holds for every statement:
 from __future__ import annotations
 
 from django_outbox.lease.claim import Claimer, next_due_seconds
+from django_outbox.lease.due import Scope, due_scopes
 from django_outbox.lease.enqueue import insert_rows, insert_values, keep_rows
 from django_outbox.lease.insert import insert_events
 from django_outbox.lease.lanes import due_lanes, known_lanes
@@ -29,6 +30,7 @@ from django_outbox.lease.rows import (
     Fail,
     Lease,
     NewRow,
+    NewTask,
     Outcome,
     Park,
     Queue,
@@ -41,6 +43,7 @@ from django_outbox.lease.rows import (
     new_ids,
 )
 from django_outbox.lease.settle import LOCKED, REFUSED_TEXT, record, release, renew, settle
+from django_outbox.lease.tasks import insert_tasks
 from django_outbox.lease.vendors import shift_clock
 
 __all__ = [
@@ -56,19 +59,23 @@ __all__ = [
     "Fail",
     "Lease",
     "NewRow",
+    "NewTask",
     "Outcome",
     "Park",
     "Queue",
     "Released",
     "Report",
     "Retry",
+    "Scope",
     "Settled",
     "backlog",
     "discard",
     "due_lanes",
+    "due_scopes",
     "holder_name",
     "insert_events",
     "insert_rows",
+    "insert_tasks",
     "insert_values",
     "keep_rows",
     "known_lanes",

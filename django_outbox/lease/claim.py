@@ -317,7 +317,7 @@ def _content(name: str, alias: str, dialect: Dialect) -> str:
     column = f"{alias}.{name}" if alias else name
     if name in {"payload", "headers", "deliveries", "failures"}:
         return dialect.json_text(column)
-    if name.endswith("_at"):
+    if name.endswith("_at") or name == "not_before":
         return dialect.epoch(column)
     return column
 

@@ -58,7 +58,7 @@ def insert_events(rows: Sequence[NewRow], *, using: str) -> list[UUID]:
     if len(rows) == 1:
         sql, params = _one_event(rows[0], dialect, table)
     else:
-        source, params = _event_source(rows, dialect)
+        source, params = source_of(_EVENT_COLUMNS, rows, dialect)
         sql = _insert_statement(dialect, table, source, given)
     with connection.cursor() as cursor:
         cursor.execute(sql, params)
@@ -137,20 +137,18 @@ def _insert_statement(
         {"WHERE true ON CONFLICT (id) DO NOTHING RETURNING id" if given else ""}"""
 
 
-def _event_source(rows: Sequence[NewRow], dialect: Dialect) -> tuple[str, list[Any]]:
-    """Return a FROM item named ``r`` with the rows in it, and its parameters."""
+def source_of(columns: Sequence[tuple[str, str]], rows: Sequence[Any], dialect: Dialect) -> tuple[str, list[Any]]:
+    """Return a FROM item named ``r`` with the rows' columns (name, PostgreSQL type), and its parameters."""
     if isinstance(dialect, SQLite):
-        values = [[_sqlite_value(getattr(row, name)) for name, _ in _EVENT_COLUMNS] for row in rows]
-        fields = ", ".join(
-            f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(_EVENT_COLUMNS)
-        )
+        values = [[_sqlite_value(getattr(row, name)) for name, _ in columns] for row in rows]
+        fields = ", ".join(f"json_extract(value, '$[{index}]') AS {name}" for index, (name, _) in enumerate(columns))
         return f"(SELECT {fields} FROM json_each(%s)) AS r", [json.dumps(values, ensure_ascii=False)]
     # What all rows share goes in once as a scalar, only what differs as arrays.
     arrays: list[tuple[str, str]] = []
     scalars: list[str] = []
     array_params: list[Any] = []
     scalar_params: list[Any] = []
-    for name, kind in _EVENT_COLUMNS:
+    for name, kind in columns:
         column = [getattr(row, name) for row in rows]
         first = column[0]
         if name != "id" and column.count(first) == len(column):

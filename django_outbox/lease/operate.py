@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 
 from django_outbox import wake
 from django_outbox.lease.claim import SCANS
@@ -64,7 +64,7 @@ def retry(
     caller saw: a row that has another one by now is skipped, as is one under a live
     lease; both are counted. A discarded delivery stays discarded, so a row whose
     deliveries were all discarded is skipped too, as is one that lacks the queue's
-    ``retry_condition``.
+    ``retry_condition``, and one that may not live beside another which does.
     """
 
     def revive(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -162,9 +162,7 @@ def _operate(
 ) -> Report:
     """Apply ``change`` to rows in chunks, each in a transaction of its own, and wake the relays."""
     report = Report()
-    if (selection.handler is not None and not queue.handlers) or (
-        selection.type is not None and "type" not in queue.content
-    ):
+    if (selection.handler is not None and not queue.handlers) or (selection.type is not None and not queue.kind):
         # Rows of this queue have no such thing, so the filter matches none.
         return Report(skipped=0 if selection.ids is None else len(set(selection.ids)))
     ids = _matching(queue, selection, using) if selection.ids is None else selection.ids
@@ -174,7 +172,7 @@ def _operate(
     for start in range(0, len(chosen), CHUNK):
         # Locked in id order, whatever the order in which they were found.
         chunk = sorted(chosen[start : start + CHUNK])
-        report += _operate_chunk(queue, change, selection, chunk, using=using)
+        report += _operate_or_split(queue, change, selection, chunk, using=using)
         if progress is not None:
             progress(min(start + CHUNK, len(chosen)))
     if report.changed:
@@ -191,7 +189,7 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     """
     connection = connections[using]
     dialect = dialect_of(connection)
-    narrowed, params = _narrowed(selection, dialect)
+    narrowed, params = _narrowed(queue, selection, dialect)
     table = table_of(queue, connection)
     found: list[UUID] = []
     with connection.cursor() as cursor:
@@ -206,11 +204,11 @@ def _matching(queue: Queue, selection: _Selection, using: str) -> list[UUID]:
     return found
 
 
-def _narrowed(selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
+def _narrowed(queue: Queue, selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
     """Return the conditions that the filters of an operator verb add, and their parameters."""
     sql, params = "", []
     if selection.type is not None:
-        sql, params = " AND type = %s", [selection.type]
+        sql, params = f" AND {queue.kind} = %s", [selection.type]
     if selection.handler is not None:
         if isinstance(dialect, Postgres):
             sql += (
@@ -227,6 +225,26 @@ def _narrowed(selection: _Selection, dialect: Dialect) -> tuple[str, list[str]]:
     return sql, params
 
 
+def _operate_or_split(
+    queue: Queue, change: _Change, selection: _Selection, ids: Sequence[UUID], *, using: str
+) -> Report:
+    """
+    Operate on a chunk; where a unique constraint refuses it, on its halves, down to the rows that are refused.
+
+    Those are skipped: a second row of one key cannot be given a new life beside the first.
+    The chunk's transaction, a savepoint inside the caller's, has undone what it wrote.
+    """
+    try:
+        return _operate_chunk(queue, change, selection, ids, using=using)
+    except IntegrityError:
+        if len(ids) == 1:
+            return Report(skipped=1)
+    half = len(ids) // 2
+    return sum(
+        (_operate_or_split(queue, change, selection, part, using=using) for part in (ids[:half], ids[half:])), Report()
+    )
+
+
 def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Sequence[UUID], *, using: str) -> Report:
     connection = connections[using]
     dialect = dialect_of(connection)
@@ -234,7 +252,7 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
     maps = ("deliveries", "failures") if queue.handlers else ()
     content = "".join(f", {dialect.json_text(name)}" for name in maps)
     retryable = queue.retry_condition or "true"
-    narrowed, params = _narrowed(selection, dialect)
+    narrowed, params = _narrowed(queue, selection, dialect)
     changes: list[dict[str, Any]] = []
     leased = skipped = 0
     with write_transaction(connection, table), connection.cursor() as cursor:
@@ -260,6 +278,8 @@ def _operate_chunk(queue: Queue, change: _Change, selection: _Selection, ids: Se
         if changes:
             columns = {"id": "uuid", "status": "text", "revive": "int"} | dict.fromkeys(maps, "jsonb")
             keep = "".join(f", {name} = coalesce(o.{name}, e.{name})" for name in maps)
+            if queue.parks:
+                keep += ", parked_at = CASE WHEN o.revive = 1 THEN NULL ELSE e.parked_at END"
             # Clearing the holder is what stops a relay that overslept: its fence is still the
             # row's, its name is not.
             cursor.execute(
@@ -360,8 +380,8 @@ def backlog(queue: Queue, *, using: str, counted_to: int = 100_000) -> Backlog:
     """
     Return how a queue stands: bounded counts by status, what is due, the oldest of it, and who is waited for.
 
-    ``parked`` counts the rows, among those waiting or dead, that are owed to a handler
-    which the relay that had them did not know.
+    ``parked`` counts the rows, among those waiting or dead, that are owed to a handler or
+    a task which the relay that had them did not know.
     """
     connection = connections[using]
     dialect = dialect_of(connection)
@@ -396,21 +416,24 @@ def backlog(queue: Queue, *, using: str, counted_to: int = 100_000) -> Backlog:
         leased=min(leased_rows, counted_to),
         counted_to=counted_to,
         oldest_due_seconds=max([0.0, *(float(age) for age in scans[2::3] if age is not None)]),
-        parked=_parked(queue, using=using, bound=bound) if queue.handlers else {},
+        parked=_parked(queue, using=using, bound=bound) if queue.handlers or queue.parks else {},
     )
 
 
 def _parked(queue: Queue, *, using: str, bound: str) -> dict[str, int]:
     connection = connections[using]
-    if isinstance(dialect_of(connection), Postgres):
-        each = "jsonb_each(rows.failures) AS f(key, value) WHERE jsonb_exists(f.value, 'parked_at')"
+    key, columns = "f.key", "failures"
+    if queue.parks:
+        key, columns, each = queue.kind, f"{queue.kind}, parked_at", " WHERE parked_at IS NOT NULL"
+    elif isinstance(dialect_of(connection), Postgres):
+        each = ", jsonb_each(rows.failures) AS f(key, value) WHERE jsonb_exists(f.value, 'parked_at')"
     else:
-        each = "json_each(rows.failures) AS f WHERE json_extract(f.value, '$.parked_at') IS NOT NULL"
+        each = ", json_each(rows.failures) AS f WHERE json_extract(f.value, '$.parked_at') IS NOT NULL"
     table = table_of(queue, connection)
     source = " UNION ALL ".join(
-        f"SELECT * FROM (SELECT failures FROM {table} WHERE status = '{name}' {bound}) AS {name}_rows"
+        f"SELECT * FROM (SELECT {columns} FROM {table} WHERE status = '{name}' {bound}) AS {name}_rows"
         for name in ("waiting", "dead")
     )
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT f.key, count(*) FROM ({source}) AS rows, {each} GROUP BY f.key ORDER BY f.key")
+        cursor.execute(f"SELECT {key}, count(*) FROM ({source}) AS rows{each} GROUP BY {key} ORDER BY {key}")
         return {name: int(number) for name, number in cursor.fetchall()}

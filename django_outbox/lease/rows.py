@@ -16,6 +16,8 @@ from uuid import UUID
 
 from django.apps import apps
 
+from django_outbox.retry import Schedule
+
 if TYPE_CHECKING:
     from django_outbox.models import Leasable
 
@@ -74,6 +76,8 @@ class Queue:
     """Columns of its own that a settle may write (column → PostgreSQL type); see `Settled.columns`."""
     retry_condition: str = ""
     """SQL on the row's own columns; a row for which it is not true is never retried. Empty: all may be."""
+    kind: str = ""
+    """The column that says what sort of row it is: an event's type, a task's path. Empty: there are no sorts."""
     on_discard: Callable[[Sequence[UUID], str], None] | None = None
     """Called with the ids that became failed by an operator's hand, and the alias, in the same transaction."""
     on_purge: Callable[[Sequence[UUID], str], None] | None = None
@@ -84,6 +88,11 @@ class Queue:
         """The model behind the queue; a name without an app label is one of ours."""
         label, _, name = self.model_name.rpartition(".")
         return apps.get_model(label or "django_outbox", name)
+
+    @property
+    def parks(self) -> bool:
+        """Whether a row of one step waits, since its ``parked_at``, for a relay that has code for its kind."""
+        return "parked_at" in self.outcome_columns
 
     @property
     def plural(self) -> str:
@@ -163,9 +172,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The attempt failed; ``delay`` is the least wait that was asked for, in seconds."""
+    """
+    The attempt failed; ``delay`` is the least wait that was asked for, in seconds.
+
+    ``schedule`` is the row's own, where it has one; otherwise the queue's decides.
+    """
 
     delay: float | None = None
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +247,27 @@ class NewRow:
     quiet: bool = False
     delay: float | None = None
     given_id: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTask:
+    """One task to insert; JSON columns as text, already validated."""
+
+    id: UUID
+    task_path: str
+    backend_alias: str
+    queue_name: str
+    priority: int
+    payload: str
+    run_after: datetime | None = None
+    max_attempts: int | None = None
+    timeout_seconds: float | None = None
+    waits: str | None = None
+    dedupe_key: str = ""
+    organization_id: str = ""
+    request_id: str = ""
+    causation_id: UUID | None = None
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)

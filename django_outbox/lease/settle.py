@@ -280,7 +280,8 @@ class _Record:
         match settled.outcome:
             case Done():
                 status, error = "done", ""
-            case Retry(requested):
+            case Retry(requested, own):
+                schedule = own or schedule
                 dead, delay = schedule.after_failure(lease.attempts, dead=dead, age=lease.age_now, requested=requested)
                 status = "dead" if dead else "waiting"
             case Park(spent):

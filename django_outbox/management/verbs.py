@@ -19,7 +19,7 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError, CommandParser, DjangoHelpFormatter
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from django_outbox import events, mail, webhooks
+from django_outbox import events, mail, tasks, webhooks
 from django_outbox.conf import get_settings
 from django_outbox.errors import InvalidEventType, InvalidHandlerName
 from django_outbox.lease import Queue, Report
@@ -34,7 +34,7 @@ __all__ = [
     "row_ids",
 ]
 
-QUEUES: Final = {queue.name: queue for queue in (events.EVENTS, mail.EMAILS, webhooks.DELIVERIES)}
+QUEUES: Final = {queue.name: queue for queue in (events.EVENTS, mail.EMAILS, webhooks.DELIVERIES, tasks.TASKS)}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
@@ -52,7 +52,7 @@ def add_selection(parser: CommandParser, *, status: Iterable[str], handler: str,
         metavar="STATUS",
         help=f"only rows in this status, now: {', '.join(status)}; may be repeated",
     )
-    parser.add_argument("--type", help="only events of this type (queue events only)")
+    parser.add_argument("--type", help="only events of this type; of the queue tasks only those of this path")
     parser.add_argument("--handler", metavar="NAME", help=handler)
     parser.add_argument("--limit", type=int, metavar="N", help="at most this many, oldest first")
     parser.add_argument("--all", action="store_true", dest="everything", help=everything)
@@ -196,8 +196,10 @@ def check_filters(
     handler: str | None = None,
 ) -> None:
     """Raise `CommandError` for a status, event type or handler name that no row of the queue can have."""
-    if not queue.handlers and (type is not None or handler is not None):
+    if not queue.kind and (type is not None or handler is not None):
         raise CommandError(f"--type and --handler choose events; the queue {queue.name} has neither.")
+    if not queue.handlers and handler is not None:
+        raise CommandError(f"--handler chooses events; the queue {queue.name} has no handlers.")
     for name in status:
         if name not in allowed:
             raise CommandError(f"--status {name} does not go here. Use one of: {', '.join(allowed)}.")
@@ -205,9 +207,12 @@ def check_filters(
         # The decorator checks its arguments when called, and registers only when applied.
         if handler is not None:
             events.on_event("outbox.event.dead", name=handler)
-        if type is not None:
+        if type is not None and queue.handlers:
             events.on_event(type, name="any")
     except (InvalidHandlerName, InvalidEventType) as error:
         raise CommandError(str(error).replace(", which handler 'any' wants,", "")) from None
     if type is not None and "*" in type:
-        raise CommandError(f"--type takes one whole event type, such as user.created, not the pattern {type!r}.")
+        whole = "event type, such as user.created" if queue.handlers else "path, such as shop.tasks.send_invoice"
+        raise CommandError(f"--type takes one whole {whole}, not the pattern {type!r}.")
+    if type is not None and not queue.handlers and not all(part.isidentifier() for part in type.split(".")):
+        raise CommandError(f"{type!r:.200} is not the path of a task, such as shop.tasks.send_invoice.")

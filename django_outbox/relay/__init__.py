@@ -18,7 +18,17 @@ which has no database connection at all (`supervisor`).
 from __future__ import annotations
 
 from django_outbox.relay.loop import EXIT_FAILED, EXIT_RECYCLE, Mode, Relay
-from django_outbox.relay.queues import WORK
+from django_outbox.relay.queues import WORK, chosen
 from django_outbox.relay.supervisor import Supervisor, ensure_logging, tune_collector
 
-__all__ = ["EXIT_FAILED", "EXIT_RECYCLE", "WORK", "Mode", "Relay", "Supervisor", "ensure_logging", "tune_collector"]
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_RECYCLE",
+    "WORK",
+    "Mode",
+    "Relay",
+    "Supervisor",
+    "chosen",
+    "ensure_logging",
+    "tune_collector",
+]

@@ -19,7 +19,7 @@ from django_outbox.relay.flights import Flight, Flights
 from django_outbox.relay.isolator import Isolator
 from django_outbox.relay.keeper import Keeper
 from django_outbox.relay.lane import Lane
-from django_outbox.relay.queues import WORK
+from django_outbox.relay.queues import chosen
 
 logger = logging.getLogger("django_outbox.relay")
 
@@ -79,8 +79,7 @@ class Relay:
         self.flights = Flights(using=self.using, health=self.health, landed=self._landed)
         self.flights.lanes = self.lanes = [
             Lane(work, holder=self.holder, threads=threads, flights=self.flights, health=self.health)
-            for name, work in WORK.items()
-            if queues is None or name in queues
+            for work in chosen(queues)
         ]
         self._keeper = Keeper(
             self.flights,

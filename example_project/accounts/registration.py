@@ -6,6 +6,7 @@ from django.contrib.auth.models import User
 from django.db import transaction
 
 from django_outbox import emit_event
+from example_project.accounts.tasks import draw_avatar
 
 
 def register(*, username: str, email: str, password: str | None = None, request_id: str = "") -> User:
@@ -27,4 +28,6 @@ def register(*, username: str, email: str, password: str | None = None, request_
             aggregate_id=str(user.pk),
             request_id=request_id,
         )
+        # A call of a task is a row too: it commits, or not, with the user.
+        draw_avatar.enqueue(user.pk)
     return user

@@ -10,10 +10,11 @@ from django.core import mail
 from django.db import transaction
 from django.test import TestCase
 
-from django_outbox.models import OutboxEmail, OutboxEvent
+from django_outbox.models import OutboxEmail, OutboxEvent, OutboxTask
 from django_outbox.testing import assert_emitted, drain, travel
 from example_project.accounts.models import AuditRecord, ConfirmedEmail, CrmContact
 from example_project.accounts.registration import register
+from example_project.accounts.tasks import draw_avatar
 
 
 class RegistrationTest(TestCase):
@@ -38,7 +39,7 @@ class RegistrationTest(TestCase):
     def test_only_the_handler_that_failed_runs_again(self) -> None:
         """Three deliveries, of which the CRM refuses its own twice."""
         register(username="amber", email="amber@example.com")
-        assert drain() == {"waiting": 1, "done": 1}  # the event waits for its CRM; the mail is out
+        assert drain() == {"waiting": 1, "done": 2}  # the event waits for its CRM; the mail is out, the avatar drawn
         with travel(minutes=1):
             assert drain() == {"waiting": 1}
         with travel(minutes=2):
@@ -64,6 +65,13 @@ class RegistrationTest(TestCase):
             drain(queues=["email"])
         assert mail.outbox == []
         assert OutboxEmail.objects.get().failure_kind == "expired"
+
+    def test_an_avatar_is_drawn_and_can_be_asked_for(self) -> None:
+        """The task's result is the picture."""
+        register(username="amber", email="amber@example.com")
+        drain(queues=["tasks"])
+        result = draw_avatar.get_result(str(OutboxTask.objects.get().pk))
+        assert ">A</text>" in str(result.return_value)
 
     def test_a_rolled_back_registration_leaves_nothing(self) -> None:
         """The event is one of the rows that go."""

@@ -35,6 +35,9 @@ WORKLOADS = (
     "webhooks",
     "hook_fanout",
     "hook_fairness",
+    "tasks",
+    "task_enqueue",
+    "task_deferred",
 )
 
 
@@ -109,12 +112,12 @@ def main() -> int:
     with server():
         django.setup()
         # These use models, and the settings the server's URL.
-        from tests.benchmarks import draining, hooks, mailing, waiting, writing
+        from tests.benchmarks import draining, hooks, mailing, tasking, waiting, writing
         from tests.benchmarks.harness import Bench, databases, progress
 
         functions = {
             name: function
-            for module in (writing, draining, waiting, mailing, hooks)
+            for module in (writing, draining, waiting, mailing, hooks, tasking)
             for name, function in vars(module).items()
             if name in WORKLOADS
         }

@@ -17,7 +17,12 @@ USE_TZ = True
 TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
-INSTALLED_APPS = ["django_outbox", "tests.benchmarks"]
+INSTALLED_APPS = ["django_outbox", "django_tasks_db", "tests.benchmarks"]
+
+TASKS = {
+    "default": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend"},
+    "reference": {"BACKEND": "django_tasks_db.DatabaseBackend"},
+}
 
 
 def _postgres(name: str) -> dict[str, Any]:

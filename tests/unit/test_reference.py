@@ -8,7 +8,14 @@ import pytest
 
 from django_outbox import errors
 from django_outbox.checks import MEANINGS
-from django_outbox.conf import EmailSettings, OutboxSettings, QueueSettings, WebhookSettings, setting_fields
+from django_outbox.conf import (
+    EmailSettings,
+    OutboxSettings,
+    QueueSettings,
+    TaskSettings,
+    WebhookSettings,
+    setting_fields,
+)
 from django_outbox.metrics import METRICS
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
@@ -28,6 +35,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
         ('## `OUTBOX["EVENTS"]`', QueueSettings),
         ('## `OUTBOX["EMAIL"]`', EmailSettings),
         ('## `OUTBOX["WEBHOOKS"]`', WebhookSettings),
+        ('## `OUTBOX["TASKS"]`', TaskSettings),
     ],
 )
 def test_the_settings_tables_list_every_key(heading: str, cls: type[OutboxSettings | QueueSettings]) -> None:

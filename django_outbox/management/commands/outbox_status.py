@@ -71,10 +71,19 @@ def _page(found: Backlog, using: str) -> list[str]:
     lines = [f"{found.queue} on database {using!r}", ""]
     lines += [f"  {name:<10} {number(value):>9}   {note}".rstrip() for name, value, note in rows]
     if found.parked:
-        lines += ["", "No relay that had these events knows their handler:", ""]
+        what = "events knows their handler" if found.queue == "events" else f"{found.queue} knows them"
+        lines += ["", f"No relay that had these {what}:", ""]
         width = max(len(name) for name in found.parked)
         lines += [f"  {name:<{width}} {number(value):>9}" for name, value in found.parked.items()]
         name = next(iter(found.parked))
+        if found.queue != "events":
+            name = next(iter(found.parked))
+            lines += [
+                "",
+                "  Deploy the code that has it and they run. If it is gone:",
+                f"    manage.py outbox_discard --queue {found.queue} --type {name} --status waiting",
+            ]
+            return lines
         lines += [
             "",
             "  Deploy the code that has it and they are delivered. If it was renamed or removed:",

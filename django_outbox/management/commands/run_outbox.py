@@ -20,7 +20,7 @@ from django_outbox import metrics
 from django_outbox.conf import get_settings
 from django_outbox.events import registry
 from django_outbox.management.verbs import HelpFormatter
-from django_outbox.relay import WORK, Mode, Relay, Supervisor, ensure_logging, tune_collector
+from django_outbox.relay import WORK, Mode, Relay, Supervisor, chosen, ensure_logging, tune_collector
 
 EPILOG = """
 examples:
@@ -60,9 +60,9 @@ class Command(BaseCommand):
         parser.add_argument(
             "--queue",
             action="append",
-            choices=list(WORK),
             metavar="NAME",
-            help=f"Serve this queue; repeatable. Default: all. Queues: {', '.join(WORK)}.",
+            help="Serve this queue, or of the tasks those with one queue name, as in tasks:reports; repeatable."
+            f" Default: all. Queues: {', '.join(WORK)}.",
         )
         parser.add_argument(
             "--threads",
@@ -122,6 +122,10 @@ class Command(BaseCommand):
         using = options["database"] or get_settings().database
         if using not in connections:
             raise CommandError(f"There is no database {using!r}. Aliases: {', '.join(sorted(connections))}.")
+        try:
+            chosen(options["queue"])
+        except ValueError as error:
+            raise CommandError(str(error)) from None
         processes = options["processes"]
         for name, value, highest in (
             ("threads", options["threads"], 1_000),
@@ -190,7 +194,7 @@ class Command(BaseCommand):
         for lane in relay.lanes:
             queue = lane.settings
             lines.append(
-                f"  queue {lane.work.queue.name}: {lane.threads} threads, lease {queue.lease_seconds:g} s,"
+                f"  queue {lane.work.label}: {lane.threads} threads, lease {queue.lease_seconds:g} s,"
                 f" time limit {queue.timeout_seconds:g} s, {queue.max_attempts} attempts,"
                 f" poll every {relay.settings.poll_seconds:g} s"
             )
@@ -219,8 +223,8 @@ class _Progress:
         self._command = command
         self._began = time.monotonic()
         self._shown = 0.0
-        served = what["queues"] or list(WORK)
-        self._due = sum(engine.backlog(WORK[name].queue, using=what["using"]).due for name in served)
+        served = chosen(what["queues"])
+        self._due = sum(engine.backlog(work.queue, using=what["using"]).due for work in served)
 
     def __call__(self, counts: Counter[str]) -> None:
         now = time.monotonic()

@@ -27,10 +27,11 @@ from django.core.management import CommandError, call_command
 from django.core.management.base import BaseCommand
 from django.db import IntegrityError, connection, transaction
 
-from django_outbox.models import OutboxEmail, OutboxEvent, Status
+from django_outbox.models import OutboxEmail, OutboxEvent, OutboxTask, Status
 from example_project.accounts.crm import REFUSALS
 from example_project.accounts.models import AuditRecord, CrmContact, CrmRequest
 from example_project.accounts.registration import register
+from example_project.accounts.tasks import draw_avatar
 
 MANAGE: Final = Path(settings.BASE_DIR) / "manage.py"
 HANDLERS: Final = ("audit-log", "welcome-email", "crm-sync")
@@ -123,9 +124,11 @@ class Command(BaseCommand):
                 began = time.monotonic()
                 mine = OutboxEvent.objects.filter(pk__in=[event.pk for event in events])
                 mails = OutboxEmail.objects.filter(causation_id__in=[event.pk for event in events])
+                avatars = OutboxTask.objects.filter(pk__in=[row.pk for row in calls_for(events)])
                 while (
-                    mine.exclude(status=Status.DONE).exists() or mails.exclude(status=Status.DONE).exists()
-                ) and process.poll() is None:
+                    any(rows.exclude(status=Status.DONE).exists() for rows in (mine, mails, avatars))
+                    and process.poll() is None
+                ):
                     if time.monotonic() - began > DELIVER_WITHIN_SECONDS:
                         break
                     time.sleep(0.1)
@@ -217,6 +220,13 @@ def runs(event: OutboxEvent, handler: str) -> int:
     return CrmRequest.objects.filter(idempotency_key=f"{handler}:{event.pk}").count()
 
 
+def calls_for(events: list[OutboxEvent]) -> list[OutboxTask]:
+    """Return the calls of the task that belong to the events' users."""
+    users = {event.payload["user_id"] for event in events}
+    calls = OutboxTask.objects.filter(task_path=draw_avatar.module_path)
+    return [call for call in calls if call.payload["args"][0] in users]
+
+
 def mails_by_recipient() -> list[str]:
     """Return the recipient of every mail in the mailbox."""
     separator = b"-" * 79
@@ -250,6 +260,13 @@ def checks(people: Registrations, events: list[OutboxEvent], exit_code: int) -> 
     received = sum(mails.count(email) for email in emails)
     sent_rows = OutboxEmail.objects.filter(recipient__in=emails, status=Status.DONE, wiped=True).count()
     yield received == sent_rows == wanted, f"welcome-email: {received} mails, and no working link left in the database"
+
+    pictures = [str(call.return_value) for call in calls_for(events) if call.status == Status.DONE]
+    calls = OutboxTask.objects.filter(task_path=draw_avatar.module_path).count()
+    yield (
+        len(pictures) == wanted and calls == User.objects.count() and all(text.startswith("<svg") for text in pictures),
+        f"draw_avatar: {len(pictures)} tasks returned a picture, none left by what was rolled back",
+    )
 
     requests = CrmRequest.objects.filter(idempotency_key__in=[f"crm-sync:{pk}" for pk in ids])
     refused, accepted = requests.filter(accepted=False).count(), requests.filter(accepted=True).count()
