@@ -201,7 +201,7 @@ def test_a_pool_smaller_than_the_threads_need_is_a_warning(
     add_database: AddDatabase, pool: Any, concurrency: int, expected: list[str]
 ) -> None:
     add_database(POSTGRES, pool=pool)
-    others = dict.fromkeys(("EMAIL", "WEBHOOKS", "TASKS"), {"CONCURRENCY": 1})
+    others = {key: {"CONCURRENCY": 1} for key in ("EMAIL", "WEBHOOKS", "TASKS")}
     assert on_events(EVENTS={"CONCURRENCY": concurrency}, **others) == expected
 
 
