@@ -1,7 +1,7 @@
 # Each target does its own set-up below .venv/, once, and again when pyproject.toml changes.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test lint demo bench chaos clean
+.PHONY: help test lint demo run bench chaos clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,10 @@ lint: ## Check style, types, import layers and migrations
 demo: ## Run the example project on a new SQLite file and show what was delivered
 	@.ci/environment demo any example
 	@.venv/demo/bin/python manage.py demo
+
+run: ## Run the example project: web server and relay, on SQLite or DATABASE_URL
+	@.ci/environment demo any example
+	@.venv/demo/bin/python manage.py run
 
 bench: ## Measure speed beside plain psycopg (ARGS="drain --scale 0.1" narrows; ARGS=--help)
 	@.ci/environment bench any test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.db.models.signals import post_migrate
 
 
 class DjangoOutboxConfig(AppConfig):
@@ -14,9 +15,10 @@ class DjangoOutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Make ready, once all models are loaded."""
-        from django_outbox import checks  # noqa: F401, PLC0415  registers itself
+        from django_outbox import audit, checks  # noqa: F401, PLC0415  the checks register themselves
         from django_outbox.events import discover_handlers  # noqa: PLC0415
         from django_outbox.handlers import register_builtin_handlers  # noqa: PLC0415
 
         discover_handlers()
         register_builtin_handlers()
+        post_migrate.connect(audit.protect_after_migrate, sender=self, dispatch_uid="django_outbox.audit")

@@ -26,11 +26,15 @@ from django.utils.log import AdminEmailHandler
 from django.utils.module_loading import import_string
 from psycopg.conninfo import conninfo_to_dict
 
+from django_outbox import notifications
+from django_outbox.alerts import email_addresses
 from django_outbox.conf import EmailSettings, OutboxSettings, get_settings, problems, queue_classes
+from django_outbox.errors import UnsafeURL
 from django_outbox.mail import compat as mail_compat
 from django_outbox.mail import queue_mailers
 from django_outbox.models import OutboxEvent
 from django_outbox.tasks import API_AVAILABLE, API_MISSING
+from django_outbox.webhooks.guard import check_url
 
 __all__ = ["MEANINGS", "check_outbox"]
 
@@ -54,6 +58,8 @@ MEANINGS: Final = {
     "E032": "`CA_BUNDLE` names a file that is not there.",
     "E040": "A backend in `TASKS` is the outbox's, but there is no Tasks API: Django is 5.2, without `django-tasks`.",
     "E041": "An option of the outbox's backend in `TASKS` is unknown, or a queue name in it does not fit.",
+    "E050": "`operator-alert` is on, but nobody would be told.",
+    "E051": "`ALERT_WEBHOOK_URL` is refused, or the extra `[webhooks]` is not installed.",
     "W010": "SQLite without immediate transactions, WAL or a busy time-out.",
     "W011": "The connection pool is smaller than the relay's threads need.",
     "W012": "`LISTEN_DSN` is set, but SQLite has no LISTEN.",
@@ -61,6 +67,7 @@ MEANINGS: Final = {
     "W020": "Error mail to the admins goes through the queue.",
     "W021": "`BACKEND` of the email queue is set beside `MAILERS`, which names the backends.",
     "W030": "`ALLOW_NETWORKS` opens every address to webhooks.",
+    "W050": "`notification-fanout` is on, but no resolver says who is told.",
 }
 """Every check, by the last part of its id."""
 
@@ -94,7 +101,13 @@ def check_outbox(**_: Any) -> list[CheckMessage]:
     if wrong:
         return wrong
     outbox = get_settings()
-    return [*_database_problems(outbox), *_email_problems(outbox), *_webhook_problems(outbox), *_task_problems()]
+    return [
+        *_database_problems(outbox),
+        *_email_problems(outbox),
+        *_webhook_problems(outbox),
+        *_task_problems(),
+        *_builtin_problems(outbox),
+    ]
 
 
 def _message(id: str, message: str, hint: str) -> CheckMessage:  # noqa: A002  Django's word
@@ -287,6 +300,38 @@ def _webhook_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
             'OUTBOX["WEBHOOKS"]["ALLOW_NETWORKS"] opens every address: a customer\'s URL can reach your own network.',
             "Name the networks that webhooks are meant to reach, each as narrow as it can be.",
         )
+
+
+def _builtin_problems(outbox: OutboxSettings) -> Iterator[CheckMessage]:
+    if "operator-alert" in outbox.builtin_handlers:
+        if not email_addresses() and outbox.alert_webhook_url is None:
+            yield _message(
+                "E050",
+                "The handler operator-alert is on, but there is nobody to tell.",
+                'Set OUTBOX["ALERT_EMAILS"], Django\'s ADMINS, or OUTBOX["ALERT_WEBHOOK_URL"].',
+            )
+        if outbox.alert_webhook_url is not None and (refused := _refused_webhook(outbox.alert_webhook_url)):
+            yield _message(
+                "E051",
+                f'OUTBOX["ALERT_WEBHOOK_URL"] cannot be used: {refused}.',
+                'It is sent like any webhook: HTTPS to a public address, unless OUTBOX["WEBHOOKS"] allows more.',
+            )
+    if "notification-fanout" in outbox.builtin_handlers and not notifications.patterns():
+        yield _message(
+            "W050",
+            "The handler notification-fanout is on, but no resolver is registered, so nobody is told anything.",
+            f'Register one with @notifies(...) in the module "{outbox.handlers_module}" of an app.',
+        )
+
+
+def _refused_webhook(url: str) -> str:
+    if not _webhooks_installed():
+        return 'the package "django-transactional-outbox[webhooks]" is not installed'
+    try:
+        check_url(url)
+    except UnsafeURL as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _webhooks_installed() -> bool:

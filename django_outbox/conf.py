@@ -349,8 +349,25 @@ class OutboxSettings:
     builtin_handlers: tuple[str, ...] = _setting(
         "texts",
         default=(),
-        choices=("webhook-fanout",),
-        doc="Built-in handlers to switch on: `webhook-fanout` writes webhook deliveries.",
+        choices=("audit-log", "webhook-fanout", "notification-fanout", "operator-alert"),
+        doc="Built-in handlers to switch on: `audit-log` enters every event in the audit log, `webhook-fanout` writes"
+        " webhook deliveries, `notification-fanout` notifications, `operator-alert` tells operators what died.",
+    )
+    audit_protect: bool = _setting(
+        "bool", default=True, doc="Triggers refuse to update or delete audit entries; put in place by `migrate`."
+    )
+    alert_emails: tuple[str, ...] | None = _setting(
+        "texts", default=None, doc="Addresses that `operator-alert` writes to. `None` = those in `ADMINS`."
+    )
+    alert_webhook_url: str | None = _setting(
+        "text", default=None, doc="URL that `operator-alert` sends webhooks to, such as a chat's incoming webhook."
+    )
+    alert_window_seconds: float = _setting(
+        "seconds",
+        default=600.0,
+        low=1,
+        high=86_400,
+        doc="After an alert, what else dies is told at most this often, in one summary.",
     )
     events: QueueSettings = field(default_factory=QueueSettings, metadata=_queue("The events queue."))
     email: EmailSettings = field(default_factory=EmailSettings, metadata=_queue("The email queue."))

@@ -163,10 +163,11 @@ def clean_error(error: BaseException | str, *, limit: int = ERROR_TEXT_LIMIT) ->
             text = str(error)
         except Exception:  # noqa: BLE001  a broken __str__ must not break the settle
             text = "(its text cannot be read)"
+        # The name is not part of what is searched: TokenExpiredError: 503 is no token.
         name = type(error).__name__
-        text = f"{name}: {text}" if text else name
+        prefix = f"{name}: " if text else name
     else:
-        text = error
+        prefix, text = "", error
     # Cut before the patterns run, so that a huge text costs no time, and between
     # words, since half a credential is not recognised. Cut again after, because a
     # mask may be longer than what it hides.
@@ -177,6 +178,7 @@ def clean_error(error: BaseException | str, *, limit: int = ERROR_TEXT_LIMIT) ->
     text = clean_text(text)
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
+    text = prefix + text
     if len(text) > limit:
         text = text[: limit - 1] + "…"
     return text

@@ -20,9 +20,13 @@ from django.db.models.lookups import Exact
 from django.utils import timezone
 
 __all__ = [
+    "AuditEntry",
+    "AuditHead",
     "EmailPriority",
     "JSONTypeOf",
     "Leasable",
+    "Notification",
+    "OperatorAlert",
     "OutboxEmail",
     "OutboxEmailAttachment",
     "OutboxEmailBlob",
@@ -581,3 +585,129 @@ class WebhookAttempt(models.Model):
 
     def __str__(self) -> str:
         return f"attempt {self.number} of {self.delivery_id}"
+
+
+# --- what the built-in handlers write --------------------------------------------------------------------------------
+
+
+class AuditEntry(models.Model):
+    """
+    One event in the audit log. Appended by ``django_outbox.audit``, never changed.
+
+    ``content`` is the text that is hashed, byte for byte; the columns before it repeat
+    parts of it, to search by, and ``outbox_verify_audit`` compares them.
+    """
+
+    id = models.UUIDField(primary_key=True, editable=False, help_text="The event's id: it is entered once.")
+    position = models.BigIntegerField(unique=True, help_text="Its place in the chain, from 1, without a gap.")
+    type = models.CharField(max_length=128)
+    aggregate_type = models.CharField(max_length=128, blank=True, db_default="")
+    aggregate_id = models.CharField(max_length=255, blank=True, db_default="")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    recorded_at = UTCDateTimeField()
+    content = models.TextField(help_text="The event as canonical JSON.")
+    previous_hash = models.CharField(max_length=64)
+    hash = models.CharField(max_length=64, help_text="SHA-256 of the previous hash, a line feed and the content.")
+
+    class Meta:
+        db_table = "django_outbox_audit_entry"
+        verbose_name = "audit entry"
+        verbose_name_plural = "audit entries"
+        default_permissions = ("view",)
+        indexes = (
+            # "What happened to user 7?", in the order of the chain.
+            models.Index(
+                fields=["aggregate_type", "aggregate_id", "position"],
+                name="outbox_audit_aggregate",
+                condition=~Q(aggregate_id=""),
+            ),
+            models.Index(
+                fields=["organization_id", "position"],
+                name="outbox_audit_organization",
+                condition=~Q(organization_id=""),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.position}: {self.type}"
+
+
+class AuditHead(models.Model):
+    """The end of the audit chain: one row, whose lock is the right to append."""
+
+    id = models.SmallIntegerField(primary_key=True)
+    position = models.BigIntegerField(db_default=0)
+    hash = models.CharField(max_length=64)
+
+    class Meta:
+        db_table = "django_outbox_audit_head"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.position}:{self.hash}"
+
+
+class Notification(models.Model):
+    """What one recipient is told about one event. See ``django_outbox.notifications``."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    recipient = models.CharField(max_length=255, help_text="Whom it is for, such as a user's key. No foreign key.")
+    dedup_key = models.CharField(max_length=255, help_text="One per recipient; event:<id> by default.")
+    title = models.CharField(max_length=255)
+    body = models.TextField(blank=True, db_default="")
+    url = models.CharField("URL", max_length=2048, blank=True, db_default="")
+    data = models.JSONField(default=dict, encoder=DjangoJSONEncoder)
+    event_id = models.UUIDField(null=True, blank=True)
+    event_type = models.CharField(max_length=128, blank=True, db_default="")
+    organization_id = models.CharField(max_length=255, blank=True, db_default="")
+    created_at = UTCDateTimeField()
+    read_at = UTCDateTimeField(null=True, blank=True)
+
+    class Meta:
+        db_table = "django_outbox_notification"
+        default_permissions = ("view", "delete")
+        constraints = (
+            # What makes a redelivered event tell nobody twice.
+            models.UniqueConstraint(fields=["recipient", "dedup_key"], name="django_outbox_notification_once"),
+            models.CheckConstraint(condition=is_json_object("data"), name="django_outbox_notification_data_object"),
+        )
+        indexes = (
+            # A recipient's list and its unread ones, newest first; ids sort by time.
+            models.Index(fields=["recipient", "id"], name="outbox_notification_list"),
+            models.Index(
+                fields=["recipient", "id"], name="outbox_notification_unread", condition=Q(read_at__isnull=True)
+            ),
+            # Retention of what was read.
+            models.Index(fields=["read_at", "id"], name="outbox_notification_read", condition=Q(read_at__isnull=False)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.recipient}: {self.title}"
+
+
+class OperatorAlert(models.Model):
+    """One announcement that operators are told about, alone or in a summary. See ``django_outbox.alerts``."""
+
+    id = models.UUIDField(primary_key=True, editable=False, help_text="The announcement's id: it is told once.")
+    type = models.CharField(max_length=128)
+    subject_id = models.CharField(max_length=255, blank=True, db_default="", help_text="The row it speaks of.")
+    subject = models.CharField(max_length=255, blank=True, db_default="", help_text="What that row is.")
+    error = models.CharField(max_length=500, blank=True, db_default="")
+    slot = models.BigIntegerField(help_text="The window of time it came in: seconds since 1970 by the window's length.")
+    created_at = UTCDateTimeField()
+    told_at = UTCDateTimeField(null=True, blank=True)
+
+    class Meta:
+        db_table = "django_outbox_operator_alert"
+        verbose_name = "operator alert"
+        verbose_name_plural = "operator alerts"
+        default_permissions = ("view",)
+        indexes = (
+            # Whether it has been quiet of late; retention.
+            models.Index(fields=["created_at", "id"], name="outbox_alert_created"),
+            # What the next summary is about.
+            models.Index(fields=["created_at", "id"], name="outbox_alert_untold", condition=Q(told_at__isnull=True)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.subject_id}"

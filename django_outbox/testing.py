@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
-from django_outbox import events
+from django_outbox import events, notifications
 from django_outbox import lease as engine
 from django_outbox.conf import get_settings
 from django_outbox.delivery import Work
@@ -151,9 +151,15 @@ def assert_emitted(event_type: str, /, *, using: str | None = None, **payload: A
 
 @contextmanager
 def isolated_handlers() -> Iterator[events.Registry]:
-    """Restore the registered handlers when the block ends; inside it they may be added or replaced freely."""
+    """
+    Restore the registered handlers when the block ends; inside it they may be added or replaced freely.
+
+    So are the resolvers of notifications.
+    """
     before = events.registry.handlers()
+    resolvers = dict(notifications.resolvers.entries)
     try:
         yield events.registry
     finally:
         events.registry.replace(before)
+        notifications.resolvers.entries = resolvers

@@ -6,6 +6,7 @@ Settings of the example project: SQLite out of the box, PostgreSQL with ``DATABA
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ MIDDLEWARE = [
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "example_project.accounts.middleware.content_security_policy",
 ]
 
 TEMPLATES = [
@@ -83,39 +85,48 @@ TIME_ZONE = "UTC"
 USE_TZ = True
 STATIC_URL = "static/"
 
-# Mail is queued with the rows it belongs to, and delivered to the console, or as files into a directory.
+# Whatever is mailed goes through the outbox, in the transaction that it belongs to. From there it
+# goes to the console, or as files into a directory.
 MAIL_DIRECTORY = env.str("EMAIL_FILE_PATH", default="")
-_MAIL_BACKEND = f"django.core.mail.backends.{'filebased' if MAIL_DIRECTORY else 'console'}.EmailBackend"
+_QUEUE = "django_outbox.mail.EmailBackend"
+_DELIVERS = f"django.core.mail.backends.{'filebased' if MAIL_DIRECTORY else 'console'}.EmailBackend"
 if django.VERSION >= (6, 1):
-    MAILERS = {
-        "default": {"BACKEND": "django_outbox.mail.EmailBackend", "OPTIONS": {"deliver_with": "mailbox"}},
-        "mailbox": {
-            "BACKEND": _MAIL_BACKEND,
-            "OPTIONS": {"file_path": MAIL_DIRECTORY} if MAIL_DIRECTORY else {},
-        },
+    MAILERS: dict[str, dict[str, Any]] = {
+        "default": {"BACKEND": _QUEUE, "OPTIONS": {"deliver_with": "delivers"}},
+        "delivers": {"BACKEND": _DELIVERS, "OPTIONS": {"file_path": MAIL_DIRECTORY} if MAIL_DIRECTORY else {}},
     }
+    _EMAIL: dict[str, Any] = {}
 else:
-    EMAIL_BACKEND = "django_outbox.mail.EmailBackend"
+    EMAIL_BACKEND = _QUEUE
     EMAIL_FILE_PATH = MAIL_DIRECTORY or None
+    _EMAIL = {"BACKEND": _DELIVERS}
 DEFAULT_FROM_EMAIL = "hello@example.com"
-# What links in mails begin with: a relay has no request to take it from.
-SITE_URL = env.str("SITE_URL", default="http://127.0.0.1:8000")
+EMAIL_SUBJECT_PREFIX = "[example] "
 
 TASKS = {"default": {"BACKEND": "django_outbox.tasks.OutboxTaskBackend"}}
 
+# The built-in receiver of webhooks is on this machine, without TLS. Neither is for production.
+RECEIVER_PORT = env.int("RECEIVER_PORT", default=8000)
+# What links in mails begin with: a relay has no request to take it from.
+SITE_URL = env.str("SITE_URL", default=f"http://127.0.0.1:{RECEIVER_PORT}")
+# How often the pretend token service turns a request away before it takes it.
+TOKEN_SERVICE_REFUSALS = env.int("TOKEN_SERVICE_REFUSALS", default=0)
+
+# So that retries take seconds and something that is down is soon dead. Leave all of this out for real receivers.
+_IMPATIENT: dict[str, Any] = {"MAX_ATTEMPTS": 3, "RETRY_BASE_SECONDS": 0.5, "RETRY_CAP_SECONDS": 2}
 OUTBOX: dict[str, Any] = {
-    "BUILTIN_HANDLERS": ["webhook-fanout"],
-    "EVENTS": {
-        # So that the demo's retries take seconds. The default of 5 is the one for real receivers.
-        "RETRY_BASE_SECONDS": 0.5,
-        "LEASE_SECONDS": env.float("OUTBOX_LEASE_SECONDS", default=60.0),
-    },
-    "EMAIL": {"BACKEND": None if django.VERSION >= (6, 1) else _MAIL_BACKEND},
-    # So that the receiver page of this project can be reached on a laptop. Never in production.
+    "BUILTIN_HANDLERS": ["audit-log", "webhook-fanout", "notification-fanout", "operator-alert"],
+    # A TransactionTestCase empties every table, on SQLite row by row, which the protection would refuse.
+    "AUDIT_PROTECT": "test" not in sys.argv,
+    "ALERT_EMAILS": ["operators@example.com"],
+    "ALERT_WINDOW_SECONDS": 30,
+    "EVENTS": {**_IMPATIENT, "LEASE_SECONDS": env.float("OUTBOX_LEASE_SECONDS", default=60.0)},
+    "EMAIL": _EMAIL,
     "WEBHOOKS": {
+        **_IMPATIENT,
         "ALLOW_HTTP": DEBUG,
         "ALLOW_NETWORKS": ["127.0.0.1"] if DEBUG else [],
-        "ALLOW_PORTS": [443, 8000] if DEBUG else [443],
+        "ALLOW_PORTS": [443, RECEIVER_PORT] if DEBUG else [443],
     },
 }
 

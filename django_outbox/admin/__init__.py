@@ -10,9 +10,19 @@ it, and a filter that no index serves looks at the newest rows only, and says so
 
 from __future__ import annotations
 
+from django_outbox.admin.builtins import AuditEntryAdmin, NotificationAdmin, OperatorAlertAdmin
 from django_outbox.admin.emails import OutboxEmailAdmin
 from django_outbox.admin.events import OutboxEventAdmin
 from django_outbox.admin.tasks import OutboxTaskAdmin
 from django_outbox.admin.webhooks import WebhookDeliveryAdmin, WebhookEndpointAdmin
 
-__all__ = ["OutboxEmailAdmin", "OutboxEventAdmin", "OutboxTaskAdmin", "WebhookDeliveryAdmin", "WebhookEndpointAdmin"]
+__all__ = [
+    "AuditEntryAdmin",
+    "NotificationAdmin",
+    "OperatorAlertAdmin",
+    "OutboxEmailAdmin",
+    "OutboxEventAdmin",
+    "OutboxTaskAdmin",
+    "WebhookDeliveryAdmin",
+    "WebhookEndpointAdmin",
+]

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -20,7 +20,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 from django_outbox import lease as engine
 from django_outbox.conf import QueueSettings, get_settings
 from django_outbox.delivery import INTERRUPTED, MAX_STARTS_MARKED, WORKER_LOST, Cause, LeaseLost, Result, Work, attempt
-from django_outbox.errors import clean_error
+from django_outbox.errors import ERROR_TEXT_LIMIT, clean_error
 from django_outbox.events.registry import Event, Handler, registry
 
 logger = logging.getLogger("django_outbox.events")
@@ -375,7 +375,7 @@ class EventRun:
                 outcome=outcome,
                 delivered=dict(self.delivered),
                 failures=dict(self._failures) if self._failures_changed else None,
-                error=clean_error("; ".join(f"{name}: {text}" for name, text in reasons.items())) if left else "",
+                error=_joined(reasons) if left else "",
             )
 
     def _parked_for(self, names: Sequence[str]) -> float:
@@ -455,6 +455,16 @@ async def _bounded(handler: Handler, event: Event, timeout: float) -> None:  # n
         if not limit.expired():
             raise
         raise TimeoutError(f"the handler took longer than its {timeout:g} s") from None
+
+
+def _joined(reasons: Mapping[str, str]) -> str:
+    """
+    Return the errors of several handlers as one.
+
+    Each was cleaned when it was made; cleaned again, what follows revoke-tokens: would pass for a token.
+    """
+    text = "; ".join(f"{name}: {error}" for name, error in reasons.items())
+    return text if len(text) <= ERROR_TEXT_LIMIT else f"{text[: ERROR_TEXT_LIMIT - 1]}…"
 
 
 def _uuid(value: Any) -> UUID | None:

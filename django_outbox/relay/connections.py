@@ -36,7 +36,7 @@ _thread = _Thread()
 _SESSION_STATEMENT: Final = re.compile(
     # At the beginning, or after a semicolon; comments may stand before it. What `lease.prepared`
     # prepares is named for its text, and changes nothing for others.
-    r"(?:^|;)(?:\s+|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:^|;)(?:\s|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:set\s+(?!local\b|transaction\b|constraints\b)|(?:reset|discard|listen|unlisten|prepare(?!\s+outbox_)|declare|pragma|attach"
     r"|create\s+(?:local\s+|global\s+)?temp(?:orary)?)\b)"
     # Functions that outlive their transaction.

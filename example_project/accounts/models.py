@@ -1,46 +1,42 @@
-"""What the handlers of ``user.created`` leave behind."""
+"""What the example keeps, and what stands for systems elsewhere."""
 
 from __future__ import annotations
 
-from django.conf import settings
+from django.contrib.auth.models import User
 from django.db import models
 
 
-class AuditRecord(models.Model):
-    """One line of the audit log. The unique event id is what makes a second one impossible."""
+class Switch(models.Model):
+    """Whether something fails now, for you to watch what follows."""
 
-    event_id = models.UUIDField(unique=True)
-    action = models.CharField(max_length=128)
-    subject = models.CharField(max_length=255)
-    occurred_at = models.DateTimeField()
-    recorded_at = models.DateTimeField(auto_now_add=True)
+    name = models.CharField(max_length=32, primary_key=True)
+    failing = models.BooleanField(default=False)
 
-    def __str__(self) -> str:
-        return f"{self.action} {self.subject}"
-
-
-class ConfirmedEmail(models.Model):
-    """That somebody with access to the mailbox opened the link in the welcome mail."""
-
-    user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE)
-    confirmed_at = models.DateTimeField(auto_now_add=True)
+    class Meta:
+        verbose_name_plural = "switches"
 
     def __str__(self) -> str:
-        return f"{self.user}: {self.confirmed_at}"
+        return f"{self.name}: {'fails' if self.failing else 'works'}"
+
+    @classmethod
+    def fails(cls, name: str) -> bool:
+        """Return whether it fails now."""
+        return cls.objects.filter(name=name, failing=True).exists()
 
 
-class CrmContact(models.Model):
-    """A contact in the pretend CRM."""
+class Token(models.Model):
+    """A login of a user's on some device, kept by the pretend token service."""
 
-    email = models.EmailField(unique=True)
-    name = models.CharField(max_length=150)
+    user = models.ForeignKey(User, on_delete=models.CASCADE)
+    device = models.CharField(max_length=32)
+    revoked = models.BooleanField(default=False)
 
     def __str__(self) -> str:
-        return self.email
+        return f"{self.user} on {self.device}{' (revoked)' if self.revoked else ''}"
 
 
-class CrmRequest(models.Model):
-    """One request that reached the pretend CRM, accepted or refused."""
+class TokenRequest(models.Model):
+    """One request that reached the pretend token service, accepted or refused."""
 
     idempotency_key = models.CharField(max_length=128, db_index=True)
     attempt = models.PositiveIntegerField()
@@ -49,3 +45,13 @@ class CrmRequest(models.Model):
 
     def __str__(self) -> str:
         return f"{self.idempotency_key} #{self.attempt}: {'accepted' if self.accepted else 'refused'}"
+
+
+class ConfirmedEmail(models.Model):
+    """That somebody with access to the mailbox opened the link in the welcome mail."""
+
+    user = models.OneToOneField(User, on_delete=models.CASCADE)
+    confirmed_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.user}: {self.confirmed_at}"

@@ -1,4 +1,4 @@
-"""Registering a user: the row and the event, together or not at all."""
+"""What users do: each time the rows and the event, together or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from django.contrib.auth.models import User
 from django.db import transaction
 
 from django_outbox import emit_event
+from example_project.accounts.models import Token
 from example_project.accounts.tasks import draw_avatar
 
 
@@ -21,6 +22,7 @@ def register(*, username: str, email: str, password: str | None = None, request_
     user.set_password(password)
     with transaction.atomic():
         user.save(force_insert=True)
+        Token.objects.bulk_create([Token(user=user, device=device) for device in ("phone", "laptop")])
         emit_event(
             "user.created",
             {"user_id": user.pk, "username": user.username, "email": user.email},
@@ -31,3 +33,17 @@ def register(*, username: str, email: str, password: str | None = None, request_
         # A call of a task is a row too: it commits, or not, with the user.
         draw_avatar.enqueue(user.pk)
     return user
+
+
+def change_password(user: User, password: str, *, request_id: str = "") -> None:
+    """Set a user's password and emit ``user.password_changed``, in one transaction."""
+    user.set_password(password)
+    with transaction.atomic():
+        user.save(update_fields=["password"])
+        emit_event(
+            "user.password_changed",
+            {"user_id": user.pk, "username": user.username, "email": user.email},
+            aggregate_type="user",
+            aggregate_id=str(user.pk),
+            request_id=request_id,
+        )

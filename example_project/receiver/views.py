@@ -9,7 +9,10 @@ from django.views.decorators.http import require_GET, require_POST
 
 from django_outbox import InvalidSignature
 from django_outbox.webhooks.signing import verify
+from example_project.accounts.models import Switch
 from example_project.receiver.models import ReceivedWebhook, SenderSecret
+
+SWITCH = "receiver"
 
 
 # The signature says who sent it; a CSRF token is for browsers.
@@ -22,6 +25,8 @@ def receive(request: HttpRequest) -> HttpResponse:
         body = verify(secrets, request.headers, request.body)
     except InvalidSignature as error:
         return HttpResponse(str(error), status=401, content_type="text/plain")
+    if Switch.fails(SWITCH):
+        return HttpResponse("down for repairs", status=503, content_type="text/plain")
     ReceivedWebhook.objects.get_or_create(
         webhook_id=request.headers["webhook-id"], defaults={"type": body["type"], "body": body}
     )

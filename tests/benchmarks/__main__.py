@@ -27,6 +27,7 @@ WORKLOADS = (
     "growth",
     "io",
     "fanout",
+    "audit",
     "idle",
     "memory",
     "mail_enqueue",

@@ -115,6 +115,13 @@ def fanout(bench: Bench) -> Iterator[Line]:
     yield compared("fanout: three handlers; reference one", three, one, unit="events/s", at_least=0.75)
 
 
+def audit(bench: Bench) -> Iterator[Line]:
+    """Drain events that are entered in the audit log, one process."""
+    count = bench.size(20_000, least=1_000)
+    rate = median(_drain(count, type_="bench.audit").rate for _ in bench.each_round("audit"))
+    yield absolute("audit: entries", rate, shown="{:,.0f} entries/s", target=">= 1,500/s", reached=rate >= 1_500)
+
+
 def io(bench: Bench) -> Iterator[Line]:
     """Drain events whose handler waits 10 ms, with 50 threads: 5,000 a second at the very best."""
     count = bench.size(25_000, least=1_000)

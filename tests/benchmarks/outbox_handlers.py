@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from django_outbox import Event, on_event
+from django_outbox import Event, audit, on_event
 
 starts: list[tuple[int, int]] = []
 """Number of each ``bench.timed`` event, and the monotonic nanosecond at which its handler began."""
@@ -35,3 +35,9 @@ def sleep(event: Event) -> None:
 def note_start(event: Event) -> None:
     """Note when this began; the monotonic clock is the same in every process of a machine."""
     starts.append((event.payload["number"], time.monotonic_ns()))
+
+
+@on_event("bench.audit", name="audit")
+def enter(event: Event) -> None:
+    """Append to the audit log, as the built-in handler does."""
+    audit.append(event)

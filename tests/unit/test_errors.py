@@ -154,3 +154,11 @@ def test_a_secret_that_the_cut_divides_is_not_left_in_half() -> None:
     header = "Cookie: " + "c" * 300 + "\n"
     text = header + "x" * (4 * limit - len(header) - 24) + " postgres://app:hunter2@db"
     assert "hunter" not in clean_error(text, limit=limit)
+
+
+def test_the_name_of_an_exception_is_not_taken_for_that_of_a_credential() -> None:
+    class TokenExpiredError(Exception):
+        pass
+
+    assert clean_error(TokenExpiredError("503 Service Unavailable")) == "TokenExpiredError: 503 Service Unavailable"
+    assert clean_error(TokenExpiredError("token=abc")) == "TokenExpiredError: token=[hidden]"

@@ -8,7 +8,7 @@ import socket
 from django_outbox import Event, on_event
 
 
-@on_event("user.created", name="pause", timeout=60)
+@on_event("user.password_changed", name="pause", timeout=60)
 def pause(event: Event) -> None:
     """Connect to the test's listener, say which attempt this is, return when it answers."""
     if address := os.environ.get("PAUSE_AT"):

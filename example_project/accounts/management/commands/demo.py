@@ -1,19 +1,22 @@
 """
 Show the outbox at work, and check what it shows.
 
-Everything is counted where it arrived: rows in the audit log, mails in the
-mailbox, requests at the CRM.
+Everything is counted where it arrived: entries in the audit log, mails in the
+mailbox, requests at the token service, webhooks at the receiver.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email import message_from_bytes
 from pathlib import Path
@@ -25,17 +28,36 @@ from django.conf import settings
 from django.contrib.auth.models import User
 from django.core.management import CommandError, call_command
 from django.core.management.base import BaseCommand
+from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler, get_internal_wsgi_application
 from django.db import IntegrityError, connection, transaction
+from django.urls import reverse
 
-from django_outbox.models import OutboxEmail, OutboxEvent, OutboxTask, Status
-from example_project.accounts.crm import REFUSALS
-from example_project.accounts.models import AuditRecord, CrmContact, CrmRequest
-from example_project.accounts.registration import register
+from django_outbox.audit import verify
+from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, OutboxTask, Status, WebhookDelivery
+from example_project.accounts.management.commands.run import HOST, free_port
+from example_project.accounts.models import TokenRequest
+from example_project.accounts.registration import change_password, register
 from example_project.accounts.tasks import draw_avatar
+from example_project.receiver.models import ReceivedWebhook
+from example_project.receiver.subscription import subscribe
 
 MANAGE: Final = Path(settings.BASE_DIR) / "manage.py"
-HANDLERS: Final = ("audit-log", "welcome-email", "crm-sync")
-RUNS: Final = {"audit-log": 1, "welcome-email": 1, "crm-sync": REFUSALS + 1}
+REFUSALS: Final = 2
+"""How often the token service turns each request away before it takes it."""
+RUNS: Final = {
+    "user.created": {"audit-log": 1, "welcome-email": 1, "notification-fanout": 1, "webhook-fanout": 1},
+    "user.password_changed": {
+        "audit-log": 1,
+        "security-email": 1,
+        "revoke-tokens": REFUSALS + 1,
+        "notification-fanout": 1,
+        "webhook-fanout": 1,
+    },
+}
+HANDLERS: Final = tuple(dict.fromkeys(name for runs in RUNS.values() for name in runs))
+SUBJECTS: Final = {"welcome-email": "Welcome", "security-email": "Your password was changed"}
+CHANGES: Final = 3
+"""How many of the users change their password."""
 DELIVER_WITHIN_SECONDS: Final = 25.0
 STOP_WITHIN_SECONDS: Final = 15.0
 
@@ -59,13 +81,15 @@ class Command(BaseCommand):
 
     def handle(self, *_args: Any, **_options: Any) -> None:
         """Run the demo, on a database and a mailbox of its own unless the environment names them."""
-        if not {"DATABASE_URL", "EMAIL_FILE_PATH"} <= os.environ.keys():
+        if not {"DATABASE_URL", "EMAIL_FILE_PATH", "RECEIVER_PORT"} <= os.environ.keys():
             # Settings are read when Django starts. So the demo names its database and
             # its mailbox in the environment, and starts itself again.
             with TemporaryDirectory(prefix="outbox-demo-") as directory:
                 places = {
                     "DATABASE_URL": f"sqlite:///{quote(directory)}/demo.sqlite3",
                     "EMAIL_FILE_PATH": f"{directory}/mails",
+                    "RECEIVER_PORT": str(free_port()),
+                    "TOKEN_SERVICE_REFUSALS": str(REFUSALS),
                 }
                 command = [sys.executable, str(MANAGE), "demo"]
                 result = subprocess.run(command, env=places | os.environ, check=False)  # noqa: S603  our own command
@@ -86,8 +110,12 @@ class Command(BaseCommand):
         )
         self._say("database", f"{connection.display_name} {place}")
 
+        subscribe(f"http://{HOST}:{settings.RECEIVER_PORT}{reverse('receive')}")
         people = register_everybody()
         self._say("register", f"{len(people.committed)} users, each with its event in the same transaction")
+        for user in people.committed[:CHANGES]:
+            change_password(user, secrets.token_urlsafe(12))
+        self._say("change", f"{CHANGES} passwords, likewise")
         self._say(
             "roll back", f"{len(people.undone)} more: an exception after the emit, an inner savepoint, a name taken"
         )
@@ -97,7 +125,8 @@ class Command(BaseCommand):
             ).order_by("created_at", "id")
         )
 
-        relay_output, exit_code = self._relay(events)
+        with receiver_running():
+            relay_output, exit_code = self._relay(events)
         for event in events:
             event.refresh_from_db()
         self._table(events)
@@ -123,17 +152,13 @@ class Command(BaseCommand):
                 self._say("relay", f"manage.py run_outbox, a process of its own (pid {process.pid})")
                 began = time.monotonic()
                 mine = OutboxEvent.objects.filter(pk__in=[event.pk for event in events])
-                mails = OutboxEmail.objects.filter(causation_id__in=[event.pk for event in events])
-                avatars = OutboxTask.objects.filter(pk__in=[row.pk for row in calls_for(events)])
-                while (
-                    any(rows.exclude(status=Status.DONE).exists() for rows in (mine, mails, avatars))
-                    and process.poll() is None
-                ):
+                queues = (mine, OutboxEmail.objects.all(), WebhookDelivery.objects.all(), OutboxTask.objects.all())
+                while any(rows.exclude(status=Status.DONE).exists() for rows in queues) and process.poll() is None:
                     if time.monotonic() - began > DELIVER_WITHIN_SECONDS:
                         break
                     time.sleep(0.1)
-                undone = mine.exclude(status=Status.DONE).count()
-                words = f"{undone} events not done" if undone else "all done, retries included,"
+                undone = sum(rows.exclude(status=Status.DONE).count() for rows in queues)
+                words = f"{undone} rows not done" if undone else "all done, retries included,"
                 self._say("deliver", f"{words} after {time.monotonic() - began:.1f} s")
                 process.send_signal(signal.SIGTERM)
                 process.wait(STOP_WITHIN_SECONDS)
@@ -145,19 +170,16 @@ class Command(BaseCommand):
         return log.read_text(errors="replace"), process.returncode
 
     def _table(self, events: list[OutboxEvent]) -> None:
-        self._title("What was delivered")
-        self.stdout.write("  The CRM refuses every contact twice. Only crm-sync is run again for it.\n\n")
-        row = "  {:<12}  {:<9}  {:<8}  {:<13}  {:<12}  {:>8}"
-        self.stdout.write(row.format("event", "id", "user", "handler", "at (UTC)", "attempts"))
-        self.stdout.write("  " + "  ".join("-" * width for width in (12, 9, 8, 13, 12, 8)))
+        self._title("What was delivered, and how often each handler ran for it")
+        self.stdout.write(f"  The token service refuses {REFUSALS} times. Only revoke-tokens is run again for it.\n\n")
+        heads = [name.partition("-")[0] for name in HANDLERS]
+        widths = [max(len(head), 8) for head in heads]
+        row = "  {:<22}{:<8}" + "".join(f"{{:>{width + 1}}}" for width in widths)
+        self.stdout.write(row.format("event", "user", *heads))
+        self.stdout.write("  " + "-" * (30 + sum(width + 1 for width in widths)))
         for event in events:
-            first = [event.type, f"…{event.pk.hex[-8:]}", event.payload["username"]]
-            for handler in HANDLERS:
-                delivered = event.deliveries.get(handler)
-                # "2026-01-31T12:34:56.789…" → "12:34:56.789"
-                at = delivered[11:23] if delivered else "not yet"
-                self.stdout.write(row.format(*first, handler, at, runs(event, handler)))
-                first = ["", "", ""]
+            counts = [str(runs(event, name)) if name in event.deliveries else "" for name in HANDLERS]
+            self.stdout.write(row.format(event.type, event.payload["username"], *counts).rstrip())
 
     def _title(self, text: str) -> None:
         self.stdout.write(f"\n{self.style.MIGRATE_HEADING(text)}\n\n")
@@ -211,13 +233,39 @@ def change_mind() -> NoReturn:
     raise ChangedMindError
 
 
+@contextmanager
+def receiver_running() -> Iterator[None]:
+    """Serve this project, and with it the receiver of webhooks, in a thread."""
+    server = ThreadedWSGIServer((HOST, settings.RECEIVER_PORT), QuietHandler)
+    server.set_app(get_internal_wsgi_application())
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class QuietHandler(WSGIRequestHandler):
+    """Serves requests and says nothing of them."""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the signature is Django's
+        """Say nothing."""
+
+
 def runs(event: OutboxEvent, handler: str) -> int:
-    """Return how often a handler ran for an event, counted at the receiving end."""
+    """Return how often a handler ran for an event, or its effect came about, counted at the receiving end."""
     if handler == "audit-log":
-        return AuditRecord.objects.filter(event_id=event.pk).count()
-    if handler == "welcome-email":
-        return mails_by_recipient().count(event.payload["email"])
-    return CrmRequest.objects.filter(idempotency_key=f"{handler}:{event.pk}").count()
+        return AuditEntry.objects.filter(pk=event.pk).count()
+    if handler in SUBJECTS:
+        return mailbox().count((event.payload["email"], SUBJECTS[handler]))
+    if handler == "notification-fanout":
+        return Notification.objects.filter(event_id=event.pk).count()
+    if handler == "webhook-fanout":
+        return ReceivedWebhook.objects.filter(webhook_id=str(event.pk)).count()
+    return TokenRequest.objects.filter(idempotency_key=f"{handler}:{event.pk}").count()
 
 
 def calls_for(events: list[OutboxEvent]) -> list[OutboxTask]:
@@ -227,56 +275,64 @@ def calls_for(events: list[OutboxEvent]) -> list[OutboxTask]:
     return [call for call in calls if call.payload["args"][0] in users]
 
 
-def mails_by_recipient() -> list[str]:
-    """Return the recipient of every mail in the mailbox."""
+def mailbox() -> list[tuple[str, str]]:
+    """Return recipient and subject of every mail in the mailbox."""
     separator = b"-" * 79
-    return [
-        str(message_from_bytes(mail.strip())["To"])
+    mails = [
+        message_from_bytes(mail.strip())
         for file in Path(settings.MAIL_DIRECTORY).glob("*.log")
         for mail in file.read_bytes().split(separator)
         if mail.strip()
     ]
+    return [(str(mail["To"]), str(mail["Subject"])) for mail in mails]
 
 
 def checks(people: Registrations, events: list[OutboxEvent], exit_code: int) -> Iterator[tuple[bool, str]]:
     """Yield what must be true, and whether it is."""
-    wanted = len(people.committed)
+    wanted = len(people.committed) + CHANGES
     ids = [event.pk for event in events]
-    emails = [user.email for user in people.committed]
-    mails = mails_by_recipient()
     done = sum(event.status == Status.DONE for event in events)
-    yield len(events) == done == wanted, f"{wanted} registrations: {len(events)} events, {done} done, none open or dead"
+    yield len(events) == done == wanted, f"{wanted} things happened: {len(events)} events, {done} done, none dead"
 
+    mails = mailbox()
     users = User.objects.filter(username__in=people.undone).count()
     left = OutboxEvent.objects.filter(payload__username__in=people.undone).count()
-    sent = sum(f"{name}@example.com" in mails for name in people.undone)
+    sent = sum(address == f"{name}@example.com" for name in people.undone for address, _ in mails)
     yield (
         users == left == sent == 0,
-        (f"{len(people.undone)} rolled-back ones left nothing: {users} users, {left} events, {sent} mails"),
+        f"{len(people.undone)} rolled-back ones left nothing: {users} users, {left} events, {sent} mails",
     )
-    records = AuditRecord.objects.filter(event_id__in=ids).count()
-    yield records == wanted, f"audit-log: {records} rows"
+    entries, broken = AuditEntry.objects.filter(pk__in=ids).count(), verify().broken
+    yield entries == wanted and broken is None, f"audit-log: {entries} entries, and the chain of hashes holds"
 
-    received = sum(mails.count(email) for email in emails)
-    sent_rows = OutboxEmail.objects.filter(recipient__in=emails, status=Status.DONE, wiped=True).count()
-    yield received == sent_rows == wanted, f"welcome-email: {received} mails, and no working link left in the database"
+    emails = [user.email for user in people.committed]
+    welcome, security = (sum((email, subject) in set(mails) for email in emails) for subject in SUBJECTS.values())
+    links = OutboxEmail.objects.filter(recipient__in=emails, sensitive=True, wiped=False).count()
+    yield (
+        (welcome, security, links) == (len(emails), CHANGES, 0),
+        f"emails: {welcome} of welcome, {security} of security; {links} working links left in the database",
+    )
 
     pictures = [str(call.return_value) for call in calls_for(events) if call.status == Status.DONE]
     calls = OutboxTask.objects.filter(task_path=draw_avatar.module_path).count()
     yield (
-        len(pictures) == wanted and calls == User.objects.count() and all(text.startswith("<svg") for text in pictures),
+        len(pictures) == len(people.committed)
+        and calls == User.objects.filter(is_staff=False).count()
+        and all(text.startswith("<svg") for text in pictures),
         f"draw_avatar: {len(pictures)} tasks returned a picture, none left by what was rolled back",
     )
 
-    requests = CrmRequest.objects.filter(idempotency_key__in=[f"crm-sync:{pk}" for pk in ids])
+    requests = TokenRequest.objects.filter(idempotency_key__in=[f"revoke-tokens:{pk}" for pk in ids])
     refused, accepted = requests.filter(accepted=False).count(), requests.filter(accepted=True).count()
-    contacts = CrmContact.objects.filter(email__in=emails).count()
     yield (
-        (refused, accepted, contacts) == (REFUSALS * wanted, wanted, wanted),
-        (f"crm-sync: {contacts} contacts; {refused} requests refused, {accepted} accepted"),
+        (refused, accepted) == (REFUSALS * CHANGES, CHANGES),
+        f"revoke-tokens: {refused} requests refused, {accepted} accepted",
     )
+    received = ReceivedWebhook.objects.filter(webhook_id__in=[str(pk) for pk in ids]).count()
+    told = Notification.objects.filter(event_id__in=ids).count()
+    yield received == told == wanted, f"{received} webhooks received, their signatures right; {told} notifications"
     yield (
-        all(runs(event, handler) == RUNS[handler] for event in events for handler in HANDLERS),
-        ("what failed was run again, and nothing else was"),
+        all(runs(event, name) == count for event in events for name, count in RUNS[event.type].items()),
+        "what failed was run again, and nothing else was",
     )
     yield exit_code == 0, f"the relay stopped on SIGTERM with exit code {exit_code}"
