@@ -36,7 +36,7 @@ from django_outbox.events import Event, registry
 from django_outbox.lease.vendors import dialect_of
 from django_outbox.models import WebhookEndpoint
 from django_outbox.webhooks import store
-from django_outbox.webhooks.endpoints import seal
+from django_outbox.webhooks.box import seal
 from django_outbox.webhooks.guard import check_url
 from django_outbox.webhooks.signing import new_secret
 

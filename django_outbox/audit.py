@@ -44,6 +44,10 @@ _TRIGGER: Final = "django_outbox_audit_append_only"
 _REFUSAL: Final = "the audit log is append-only: its entries are neither changed nor deleted"
 
 
+# Made once: json.dumps() makes one for each call that is not plain.
+_canonical: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode
+
+
 def canonical(value: Any) -> str:
     """
     Return a JSON value as the one text that is hashed.
@@ -51,7 +55,7 @@ def canonical(value: Any) -> str:
     Keys sorted by code point, no white space, characters as they are (UTF-8), numbers as
     Python writes them, no NaN.
     """
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return _canonical(value)
 
 
 def chain_hash(previous: str, content: str) -> str:
@@ -62,15 +66,26 @@ def chain_hash(previous: str, content: str) -> str:
 # --- appending -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
 class _Ticket:
     """An event that a thread waits to see entered."""
 
-    event: Event
-    over: bool = False
-    error: Exception | None = None
-    called: threading.Event = field(default_factory=threading.Event)
-    """Its thread is to go on: the event is entered or failed, or else it is the thread's turn."""
+    __slots__ = ("_called", "error", "event", "over")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.over = False
+        self.error: Exception | None = None
+        # A bare lock, released once: thousands a second of `threading.Event` cost as much as the writing.
+        self._called = threading.Lock()
+        self._called.acquire()
+
+    def wait(self) -> None:
+        """Return when the thread is to go on: the event is entered or failed, or else it is the thread's turn."""
+        self._called.acquire()
+
+    def call(self) -> None:
+        """Have the thread go on."""
+        self._called.release()
 
 
 @dataclass(slots=True)
@@ -94,7 +109,7 @@ class _Line:
                 return
             self.waiting.append(ticket)
         try:
-            ticket.called.wait()
+            ticket.wait()
         except BaseException:
             self._forsake(ticket)
             raise
@@ -116,7 +131,7 @@ class _Line:
         """End the turn, and call who comes next."""
         with self.lock:
             if self.waiting:
-                self.waiting.popleft().called.set()
+                self.waiting.popleft().call()
             else:
                 self.busy = False
 
@@ -174,7 +189,8 @@ def _write_for_all(line: _Line, ticket: _Ticket, using: str) -> None:
     finally:
         for each in batch:
             each.over = True
-            each.called.set()
+        for each in batch[1:]:
+            each.call()
 
 
 def _write_alone(ticket: _Ticket, using: str) -> None:
@@ -199,20 +215,22 @@ def _write(events: Callable[[], Sequence[Event]], using: str, *, look: bool) -> 
         if look:
             entered = _entered(cursor, list(fresh), using)
             fresh = {id_: event for id_, event in fresh.items() if id_ not in entered}
+        dialect = dialect_of(connections[using])
+        recorded_at, now_text = dialect.json_value(now), _text(now)
         rows: list[dict[str, Any]] = []
         for event in fresh.values():
             position += 1
-            content = canonical(_document(event, position, now))
+            content = _canonical(_document(event, position, now_text))
             previous, last = last, chain_hash(last, content)
             rows.append(
                 {
-                    "id": event.id,
+                    "id": dialect.id_param(event.id),
                     "position": position,
                     "type": event.type,
                     "aggregate_type": event.aggregate_type,
                     "aggregate_id": event.aggregate_id,
                     "organization_id": event.organization_id,
-                    "recorded_at": now,
+                    "recorded_at": recorded_at,
                     "content": content,
                     "previous_hash": previous,
                     "hash": last,
@@ -240,7 +258,7 @@ def _insert(cursor: Any, rows: Sequence[Mapping[str, Any]], using: str) -> None:
     # One parameter, so that the text is the same for any number of entries, and parsed once.
     insert = f"INSERT INTO {entries} ({names}) SELECT {values} FROM {dialect.records(_COLUMNS)}"
     head = f"UPDATE {heads} SET position = %s, hash = %s WHERE id = {_HEAD_ID}"
-    document = json.dumps([{name: dialect.json_value(value) for name, value in row.items()} for row in rows])
+    document = json.dumps(rows)
     end = [rows[-1]["position"], rows[-1]["hash"]]
     if isinstance(dialect, SQLite):
         cursor.execute(head, end)
@@ -267,11 +285,11 @@ _COPIED: Final = tuple(_COLUMNS)[:7]
 """Columns that repeat what the content says."""
 
 
-def _document(event: Event, position: int, now: datetime) -> dict[str, Any]:
+def _document(event: Event, position: int, recorded_at: str) -> dict[str, Any]:
     return {
         "version": VERSION,
         "position": position,
-        "recorded_at": _text(now),
+        "recorded_at": recorded_at,
         "id": str(event.id),
         "type": event.type,
         "occurred_at": _text(event.occurred_at),

@@ -82,8 +82,8 @@ class _Written(_ModelAdmin):
 class AuditEntryAdmin(_Written):
     """The audit log, newest first."""
 
-    list_display: ClassVar[Any] = ("position", "type", "aggregate", "when")
-    ordering: Any = ("-position",)
+    list_display: Any = ("position", "type", "aggregate", "when")
+    ordering: ClassVar[Any] = ("-position",)
     search_help_text = 'An id, a position, or an aggregate with its type, such as "user 7".'
     fields: ClassVar[Any] = (
         "position",
@@ -132,8 +132,8 @@ class AuditEntryAdmin(_Written):
 class NotificationAdmin(_Written):
     """Who was told what."""
 
-    list_display: ClassVar[Any] = ("recipient", "title", "event_type", "when", "read")
-    ordering: Any = ("-id",)
+    list_display: Any = ("recipient", "title", "event_type", "when", "read")
+    ordering: ClassVar[Any] = ("-id",)
     search_help_text = "An id, or a recipient."
 
     def found(self, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
@@ -155,8 +155,8 @@ class NotificationAdmin(_Written):
 class OperatorAlertAdmin(_Written):
     """What operators were told, or will be."""
 
-    list_display: ClassVar[Any] = ("type", "subject", "why", "when", "told")
-    ordering: Any = ("-created_at", "-id")
+    list_display: Any = ("type", "subject", "why", "when", "told")
+    ordering: ClassVar[Any] = ("-created_at", "-id")
     search_help_text = "The id of an announcement."
 
     @admin.display(description="why")
