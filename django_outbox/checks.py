@@ -28,7 +28,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from django_outbox import notifications
 from django_outbox.alerts import email_addresses
-from django_outbox.conf import EmailSettings, OutboxSettings, get_settings, problems
+from django_outbox.conf import EmailSettings, OutboxSettings, get_settings, problems, queue_classes
 from django_outbox.errors import UnsafeURL
 from django_outbox.mail import compat as mail_compat
 from django_outbox.mail import queue_mailers
@@ -187,13 +187,15 @@ def _postgres_problems(outbox: OutboxSettings, connection: BaseDatabaseWrapper) 
     pool = connection.settings_dict["OPTIONS"].get("pool")
     if pool:
         size = _pool_size(pool if isinstance(pool, dict) else {})
-        needed = outbox.events.concurrency + _CONNECTIONS_BESIDE_HANDLERS
+        threads = sum(getattr(outbox, name.lower()).concurrency for name in queue_classes())
+        needed = threads + _CONNECTIONS_BESIDE_HANDLERS
         if size < needed:
             yield _message(
                 "W011",
                 f"The connection pool of {outbox.database!r} holds {size} connections; "
-                f"a relay with {outbox.events.concurrency} threads needs {needed}.",
-                f'Set "OPTIONS": {{"pool": {{"max_size": {needed}}}}}, or lower OUTBOX["EVENTS"]["CONCURRENCY"].',
+                f"a relay of all queues, with {threads} threads, needs {needed}.",
+                f'Set "OPTIONS": {{"pool": {{"max_size": {needed}}}}}, or lower the CONCURRENCY of the queues, as in'
+                ' OUTBOX["EVENTS"]["CONCURRENCY"].',
             )
     level = connection.settings_dict["OPTIONS"].get("isolation_level", psycopg.IsolationLevel.READ_COMMITTED)
     if level != psycopg.IsolationLevel.READ_COMMITTED:

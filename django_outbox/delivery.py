@@ -325,13 +325,16 @@ class Work(ABC):
 
     queue: ClassVar[engine.Queue]
     settle_at_once: ClassVar[bool] = False
-    """Whether an outcome is written as soon as it is known, instead of a few milliseconds later with others."""
+    """Whether an outcome is written as soon as it is known, by the thread that has it, instead of with others."""
     prefetch_seconds: ClassVar[float] = 0.5
     """Rows are claimed ahead for about this long, by the measured time of a row; 0: as many as threads are free."""
     asks_database: ClassVar[bool] = True
     """Whether `next_due_seconds` looks into the table; otherwise it tells what the last look at the scopes saw."""
     look_when_landed: ClassVar[bool] = False
     """Whether a row that ends can make another claimable."""
+
+    threads: int = 0
+    """How many threads a relay of this process gives it; 0: there is no relay here."""
 
     @property
     def label(self) -> str:

@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from django.db import connections
@@ -52,10 +52,30 @@ def bound_statements() -> None:
     whose other end is gone, or a pooler that hangs, sends neither an answer nor an error,
     and the system gives up unacknowledged data after a quarter of an hour at the earliest.
     """
-    global _watch  # noqa: PLW0603  one for the process, whatever the number of relays
     _thread.bounded = True
     for connection in connections.all(initialized_only=True):
         _bound(connection)
+    _start_watch()
+
+
+@contextmanager
+def bounded_statements(using: str) -> Iterator[None]:
+    """Give the relay's own statements of this thread, which runs handlers otherwise, the same deadline."""
+    connection: Any = connections[using]
+    if _thread.bounded or connection.vendor != "postgresql":
+        yield
+        return
+    _start_watch()
+    connection.execute_wrappers.append(_execute)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            connection.execute_wrappers.remove(_execute)
+
+
+def _start_watch() -> None:
+    global _watch  # noqa: PLW0603  one for the process, whatever the number of relays
     with _lock:
         if _watch is None:
             _watch = threading.Thread(target=_watch_loop, name="outbox-deadlines", daemon=True)

@@ -15,6 +15,7 @@ from django_outbox import lease as engine
 from django_outbox.delivery import Run
 from django_outbox.errors import clean_error
 from django_outbox.relay.connections import DATABASE_TROUBLE, DatabaseHealth
+from django_outbox.relay.deadlines import bounded_statements
 
 if TYPE_CHECKING:
     from django_outbox.relay.lane import Lane
@@ -125,15 +126,26 @@ class Flights:
 
     # --- the ways out
 
-    def close(self, flight: Flight) -> None:
-        """Settle a row once its run is complete; the first caller does."""
+    def close(self, flight: Flight, *, at_once: bool = True) -> None:
+        """
+        Settle a row once its run is complete; the first caller does.
+
+        ``at_once``: in this thread, where the queue's outcomes are written at once.
+        """
         run = flight.run
         if run is None or not run.complete or not flight.close():
             return
         if run.lost:
             self.drop(flight)
             return
-        self._outcomes.put((flight, run.settled()))
+        settled = run.settled()
+        if at_once and flight.lane.work.settle_at_once:
+            with bounded_statements(self.using):
+                left, well = self._write(flight.lane, [(flight, settled)], again=False)
+            if not left:
+                return
+            flight.lane.settles_again |= not well
+        self._outcomes.put((flight, settled))
 
     def charge(self, flight: Flight, error: Exception) -> None:
         """Settle a row as failed for what went wrong around its handlers: a stored row that cannot be read, say."""
@@ -199,9 +211,8 @@ class Flights:
         """Wait for outcomes; what gathered while the last batch was written is the next batch."""
         items: list[_Outcome | None] = []
         with suppress(queue.Empty):
-            items.append(first := self._outcomes.get(block=timeout != 0, timeout=timeout))
-            at_once = first is not None and first[0].lane.work.settle_at_once
-            if not at_once and any(lane.ready for lane in self.lanes):
+            items.append(self._outcomes.get(block=timeout != 0, timeout=timeout))
+            if any(lane.ready for lane in self.lanes):
                 # More are about to end: a statement for many costs little more than for one.
                 time.sleep(SETTLE_GATHER_SECONDS)
             while len(items) < SETTLE_LIMIT:

@@ -23,6 +23,7 @@ from django_outbox.relay.connections import (
     tidy_connections,
     trust_connections_briefly,
 )
+from django_outbox.relay.deadlines import bounded_statements
 from django_outbox.relay.flights import RETRY_MAX_SECONDS, RETRY_MIN_SECONDS, Flight, Flights
 from django_outbox.relay.isolator import COROUTINE_GRACE_SECONDS
 
@@ -73,7 +74,7 @@ class Lane:
     ) -> None:
         self.work = work
         self.settings: QueueSettings = work.settings()
-        self.threads = threads or self.settings.concurrency
+        self.threads = work.threads = threads or self.settings.concurrency
         self.claimer = engine.Claimer(work.queue, holder=holder, using=flights.using)
         self.flights: dict[UUID, Flight] = {}
         self.counts: Counter[str] = Counter()
@@ -230,6 +231,8 @@ class Lane:
 
     def next_step(self, run: Run) -> Step | None:
         """Take a run's next step; where a mark comes first, wait for the database while the lease lasts."""
+        if self.work.queue.handlers and not (run.lease.suspect or run.lease.lost_leases):
+            return run.next_step()  # nearly every event, and it needs no database
         return self._patiently(run.next_step)
 
     def start_again(self, run: Run, step: Step) -> bool:
@@ -240,7 +243,8 @@ class Lane:
         wait = RETRY_MIN_SECONDS
         while True:
             try:
-                return ask()
+                with bounded_statements(self._all.using):
+                    return ask()
             except DATABASE_TROUBLE as error:
                 self._health.failed("mark", error)
                 time.sleep(wait)
@@ -264,7 +268,7 @@ class Lane:
                     f" and did not return within {stuck_seconds:g} s more"
                 )
                 flight.run.finish(step, Result(text))
-                self._all.close(flight)
+                self._all.close(flight, at_once=False)  # the watch waits for no database
         return len(self.stuck) > self.threads
 
     def _abandon(self, slot: Slot) -> None:

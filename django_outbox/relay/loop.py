@@ -200,7 +200,7 @@ class Relay:
                 if self._recovering:
                     self._come_back()
                 for lane in self.lanes:
-                    if self._look_due(lane):
+                    if self._look_due(lane) or (idle and self.mode != "serve" and not self._stopping):
                         claimed += self._look(lane)
                         self.health.works()
                 if (
@@ -225,7 +225,7 @@ class Relay:
         if self._stopping:
             return False
         now = time.monotonic()
-        return self.mode != "serve" or now >= lane.look_at or (lane.woken and now >= lane.floor_at)
+        return now >= lane.look_at or (lane.woken and now >= lane.floor_at)
 
     def _next_look(self, lane: Lane) -> float:
         if lane.woken:
@@ -381,7 +381,7 @@ class Relay:
         for flight in left_over:
             if flight.run is not None:
                 flight.run.interrupt()
-                self.flights.close(flight)
+                self.flights.close(flight, at_once=False)
         with landed:
             landed.wait_for(lambda: not self.held(), 5)
         if left_over:

@@ -246,7 +246,7 @@ class WebhookWork(Work):
     queue: ClassVar[engine.Queue] = store.DELIVERIES
     settle_at_once: ClassVar[bool] = False
     # Enough for the threads to be busy while the next are claimed; what waits, waits under a lease.
-    prefetch_seconds: ClassVar[float] = 0.05
+    prefetch_seconds: ClassVar[float] = 0.2
     look_when_landed: ClassVar[bool] = True
     asks_database: ClassVar[bool] = False
 
@@ -266,7 +266,8 @@ class WebhookWork(Work):
 
     def scopes(self, room: int, *, using: str) -> Iterable[tuple[Mapping[str, Any], int]]:
         """Return the endpoints whose turn it is."""
-        return self.turns.scopes(room, self.settings(), using=using)
+        settings = self.settings()
+        return self.turns.scopes(room, settings, threads=self.threads or settings.concurrency, using=using)
 
     def next_due_seconds(self, *, using: str) -> float | None:  # noqa: ARG002
         """Return the seconds until an endpoint that was passed over may be served."""

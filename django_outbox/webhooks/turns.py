@@ -79,16 +79,15 @@ class Turns:
         self._holds: dict[UUID, tuple[float, float]] = {}
         self._last = _FIRST
         self._looked_at = 0.0
-        self._threads = 0
         self._next_at: float | None = None
 
-    def scopes(self, room: int, settings: WebhookSettings, *, using: str) -> Iterator[tuple[Mapping[str, Any], int]]:
+    def scopes(
+        self, room: int, settings: WebhookSettings, *, threads: int, using: str
+    ) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield the endpoints whose turn it is, from the one after the last served, and for how many rows each."""
         now = time.monotonic()
         self._next_at = None
-        # The first time, all threads are free.
-        self._threads = self._threads or room
-        if room < self._threads // 2 and now - self._looked_at < GATHER_SECONDS:
+        if room < threads // 2 and now - self._looked_at < GATHER_SECONDS:
             # Rows land one by one. A look for each would cost more than what it finds.
             self._note_next(GATHER_SECONDS)
             return
@@ -97,7 +96,7 @@ class Turns:
             # All look-ups hang; a delivery that starts now would only wait for one.
             self._note_next(1.0)
             return
-        left = self._begin(now)
+        left = self._begin(now, threads)
         for turn in self._round(using):
             wait = max(turn.due_seconds, turn.wait_seconds, self._hold_left(turn.endpoint_id))
             if wait > 0:
@@ -112,7 +111,7 @@ class Turns:
                 yield {"endpoint_id": turn.endpoint_id}, free
             # Else one of its rows has to land first, which wakes the claim loop.
 
-    def _begin(self, now: float) -> _Room:
+    def _begin(self, now: float, threads: int) -> _Room:
         with self._lock:
             self._chosen.clear()
             self._probing.clear()
@@ -121,7 +120,7 @@ class Turns:
                 stalled = load.stalled(now)
                 slow += len(load.started) if load.slow or stalled else 0
                 suspect += len(load.started) if load.suspect or stalled else 0
-        return _Room(max(1, self._threads // 2) - slow, max(1, self._threads * 3 // 4) - suspect)
+        return _Room(max(1, threads // 2) - slow, max(1, threads * 3 // 4) - suspect)
 
     def _round(self, using: str) -> Iterator[store.Turn]:
         """Go once through all endpoints with deliveries to come, from the one after the last served."""

@@ -161,7 +161,7 @@ def test_a_relay_that_finds_no_free_connection_waits_for_one(
     end_sessions(raw_connect())
     emit({}, names="b")
     stage.release("x")
-    relay.wait_for("database trouble .*too many connections")
+    relay.wait_for("database trouble")
     limited_role(-1)
     eventually(lambda: all_done("a", "b"))
     assert relay.stop() == 0, relay.said

@@ -339,7 +339,9 @@ def test_with_reload_it_starts_anew_when_code_changes_and_finishes_what_it_does_
     stage.release("x")
     stage.wait_for(f"end gamma {name}", seconds=20)
     eventually(lambda: OutboxEvent.objects.filter(status="done").count() == len(ids))
-    relay.send_signal(signal.SIGINT)
+    # Its parent dies, and takes it along: the end of its output is the end of both.
+    relay.kill()
+    ended(relay)
     assert [(stored(id_).status, stored(id_).attempts) for id_ in ids] == [("done", 1)] * len(ids)
     assert stage.pids["end gamma a"] != stage.pids[f"end gamma {name}"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
@@ -171,8 +172,17 @@ class Command(BaseCommand):
             relay.stop()
             ended.wait(relay.settings.shutdown_grace_seconds + 10)
 
+        def stop_with_the_parent() -> None:
+            # Ctrl-C reaches both; a parent that was killed would leave this process behind for ever.
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            stop()
+            os._exit(0)
+
         autoreload.file_changed.connect(stop, weak=False)
         atexit.register(stop)
+        threading.Thread(target=stop_with_the_parent, name="outbox-parent", daemon=True).start()
         if verbosity:
             self._introduce(relay, f"Outbox relay {relay.holder}, started anew when code changes,")
         try:
