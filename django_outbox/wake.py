@@ -34,7 +34,7 @@ logger = logging.getLogger("django_outbox.wake")
 QUEUES: Final = ("events", "email", "webhooks", "tasks")
 CHANNELS: Final = {f"django_outbox_{queue}": queue for queue in QUEUES}
 """A channel says whose rows to look for; a notification itself carries nothing."""
-NOTIFY_WINDOW_SECONDS: Final = 0.005
+NOTIFY_WINDOW_SECONDS: Final = 0.01
 """Within so long after a process has notified a queue's relays it does not do so again."""
 PING_SECONDS: Final = 15.0
 PING_DEADLINE_SECONDS: Final = 10.0
