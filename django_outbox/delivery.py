@@ -238,12 +238,17 @@ class SingleRun(ABC):
     def next_step(self) -> SingleRun | None:
         """Take the step; only the first call gets it, and only while the lease runs."""
         with self._lock:
-            if self._begun or self._ended or self.lost:
+            if self._over():
                 return None
             if not self.lease.current():
                 self._ended = True  # without a result: what was not begun is released
                 return None
-            if (refused := self.refused()) is not None:
+        # Not under the lock: it may wait for the database, and a stop must not wait for that.
+        refused = self.refused()
+        with self._lock:
+            if self._over():
+                return None
+            if refused is not None:
                 self._result, self._ended = refused, True
                 return None
             if (self.lease.suspect or self._marks) and not self._mark():
@@ -251,6 +256,9 @@ class SingleRun(ABC):
                 return None
             self._begun = self._running = True
             return self
+
+    def _over(self) -> bool:
+        return self._begun or self._ended or self.lost
 
     def _mark(self) -> bool:
         """Count this start on the row before it happens; return whether it may happen."""

@@ -31,13 +31,15 @@ RETRY_MAX_SECONDS: Final = 2.0
 class Flight:
     """A row that this process owns."""
 
-    __slots__ = ("_open", "elapsed", "lane", "lease", "run")
+    __slots__ = ("_open", "elapsed", "lane", "lease", "run", "tried")
 
     def __init__(self, lane: Lane, lease: engine.Lease) -> None:
         self.lane = lane
         self.lease = lease
         self.run: Run | None = None
         self.elapsed = 0.0
+        self.tried = False
+        """Whether a settle of it failed, which may have been written although its reply was lost."""
         self._open = [None]
 
     def close(self) -> bool:
@@ -141,10 +143,9 @@ class Flights:
         settled = run.settled()
         if at_once and flight.lane.work.settle_at_once:
             with bounded_statements(self.using):
-                left, well = self._write(flight.lane, [(flight, settled)], again=False)
+                left, _ = self._write(flight.lane, [(flight, settled)])
             if not left:
                 return
-            flight.lane.settles_again |= not well
         self._outcomes.put((flight, settled))
 
     def charge(self, flight: Flight, error: Exception) -> None:
@@ -225,8 +226,7 @@ class Flights:
         """Write what is owed of one queue, as far as one statement goes; return whether that went well."""
         owed = self._owed[lane]
         batch, rest = owed[:SETTLE_LIMIT], owed[SETTLE_LIMIT:]
-        left, well = self._write(lane, batch, again=lane.settles_again)
-        lane.settles_again = not well
+        left, well = self._write(lane, batch)
         if left or rest:
             # Those that somebody keeps locked stand behind the others.
             self._owed[lane] = rest + left
@@ -234,7 +234,7 @@ class Flights:
             del self._owed[lane]
         return well
 
-    def _write(self, lane: Lane, batch: Sequence[_Outcome], *, again: bool) -> tuple[list[_Outcome], bool]:
+    def _write(self, lane: Lane, batch: Sequence[_Outcome]) -> tuple[list[_Outcome], bool]:
         """
         Write outcomes and land their rows; return those to write anew, and whether the database did what it should.
 
@@ -256,10 +256,12 @@ class Flights:
                 using=self.using,
                 announce=work.announce,
                 along=work.along_on(self.using, [settled for _, settled in ended]),
-                again=again,
+                again=any(flight.tried for flight, _ in ended),
             )
         except DATABASE_TROUBLE as error:
             self._health.failed("settle", error)
+            for flight, _ in ended:
+                flight.tried = True
             return list(batch), False
         self._health.works()
         self.release([flight for flight, _ in released])

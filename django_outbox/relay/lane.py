@@ -98,7 +98,6 @@ class Lane:
         self.spare_until = 0.0
         """Until this moment, leases of others that ran out are left alone."""
         # The settler's.
-        self.settles_again = False
         self.row_seconds = 0.05
         self._all = flights
         self._health = health

@@ -25,7 +25,7 @@ from django_outbox.delivery import Result, SingleRun, Work
 from django_outbox.models import OutboxEvent
 from django_outbox.relay import WORK
 from django_outbox.testing import drain
-from tests.concurrency.helpers import DEADLINE_SECONDS, eventually, running_relay
+from tests.concurrency.helpers import DEADLINE_SECONDS, Worker, eventually, running_relay
 from tests.concurrency.test_relay import LONG_AGO, TYPE, Calls, Held, _writes_locked, emit
 from tests.conftest import RawConnect
 from tests.testapp.models import PARCELS, Parcel
@@ -174,6 +174,21 @@ def test_a_refused_row_is_given_back_with_its_attempt(parcels: ParcelWork, calls
         wake.notify("default", queue="parcels")
         running.wait_for(done=1)
     assert calls.made == [id_]
+
+
+def test_a_stop_does_not_wait_for_a_row_that_waits_before_its_start(parcels: ParcelWork, held: Held) -> None:
+    """As an email does while the last one's outcome cannot be written; it is given back, unstarted."""
+    insert()
+    (lease,) = engine.Claimer(PARCELS, holder="stopping", using="default").claim(1, lease_seconds=60)
+    parcels.refuse = lambda id_: held.pass_through()
+    run = parcels.start(lease, using="default")
+    starting = Worker(run.next_step)
+    held.wait_for_entry()
+    Worker(run.interrupt).result(seconds=5)
+    assert run.complete
+    held.go.set()
+    assert starting.result() is None
+    assert run.settled().outcome == engine.Released()
 
 
 def test_one_step_has_three_starts_when_it_costs_its_process(parcels: ParcelWork, calls: Calls) -> None:
