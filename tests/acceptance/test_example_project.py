@@ -244,7 +244,8 @@ def test_an_idle_relay_exits_with_0_on_sigint(project: Project, listener: socket
 def test_a_relay_killed_in_mid_handler_loses_nothing(project: Project, listener: socket.socket) -> None:
     """Scenario 2: a new relay finds what the killed one held when its lease is over."""
     project.register("amber")
-    killed = project.start_relay(PAUSE_AT=address(listener))
+    # Without the mail: what was sent and not yet recorded when it died would rightly go out again.
+    killed = project.start_relay("--queue", "events", PAUSE_AT=address(listener))
     with listener.accept()[0] as first:
         assert first.recv(16) == b"1\n"
         killed.kill()

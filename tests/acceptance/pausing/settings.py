@@ -9,6 +9,4 @@ INSTALLED_APPS = [*INSTALLED_APPS, "tests.acceptance.pausing"]
 OUTBOX = OUTBOX | {
     "POLL_SECONDS": 1,
     "EVENTS": OUTBOX["EVENTS"] | {"LEASE_SECONDS": 3},
-    # The shortest there is: a killed relay may have had the mail in its hands.
-    "EMAIL": OUTBOX["EMAIL"] | {"LEASE_SECONDS": 16, "TIMEOUT_SECONDS": 1},
 }

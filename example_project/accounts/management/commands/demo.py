@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from django.urls import reverse
 
 from django_outbox.audit import verify
 from django_outbox.models import AuditEntry, Notification, OutboxEmail, OutboxEvent, OutboxTask, Status, WebhookDelivery
-from example_project.accounts.management.commands.run import HOST, free_port
+from example_project.accounts.management.commands.run import HOST
 from example_project.accounts.models import TokenRequest
 from example_project.accounts.registration import change_password, register
 from example_project.accounts.tasks import draw_avatar
@@ -88,7 +89,7 @@ class Command(BaseCommand):
                 places = {
                     "DATABASE_URL": f"sqlite:///{quote(directory)}/demo.sqlite3",
                     "EMAIL_FILE_PATH": f"{directory}/mails",
-                    "RECEIVER_PORT": str(free_port()),
+                    "RECEIVER_PORT": str(unused_port()),
                     "TOKEN_SERVICE_REFUSALS": str(REFUSALS),
                 }
                 command = [sys.executable, str(MANAGE), "demo"]
@@ -231,6 +232,13 @@ def register_everybody() -> Registrations:
 def change_mind() -> NoReturn:
     """Fail, as code that comes after a registration may."""
     raise ChangedMindError
+
+
+def unused_port() -> int:
+    """Return a port that the system chose, so that demos side by side do not want the same one."""
+    with socket.create_server((HOST, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 @contextmanager
