@@ -17,7 +17,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID, uuid5
@@ -97,7 +97,7 @@ def alert(event: Event, *, using: str | None = None) -> None:
     disabled.
     """
     alias = using or get_settings().database
-    token = current_cause.set(replace(current_cause.get() or Cause(), quiet=True))
+    token = current_cause.set((current_cause.get() or Cause())._replace(quiet=True))
     try:
         # Where it is the outermost, a process that dies before the commit leaves nothing, and is repeated.
         with transaction.atomic(using=alias):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from uuid import UUID
 
 from django.db import connections, transaction
@@ -73,11 +73,13 @@ class Result:
         return not self.error
 
 
+SUCCESS: Final = Result()
+
+
 # --- the cause of what is written meanwhile --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """The row whose delivery runs in this context: what an emit or an enqueue inherits from it."""
 
     event_id: UUID | None = None
@@ -181,7 +183,7 @@ def attempt(
         return Result(clean_error(error))
     finally:
         current_cause.reset(token)
-    return result or Result()
+    return result or SUCCESS
 
 
 _ENDS_A_STEP: Final = (Exception, SystemExit, asyncio.CancelledError)

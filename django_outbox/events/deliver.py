@@ -70,6 +70,7 @@ class EventRun:
     """
 
     __slots__ = (
+        "_cause",
         "_delays",
         "_deliveries",
         "_errors",
@@ -79,6 +80,7 @@ class EventRun:
         "_parked",
         "_queue",
         "_running",
+        "_shared",
         "careful",
         "delivered",
         "expired",
@@ -108,6 +110,21 @@ class EventRun:
         self._parked: list[str] = []
         self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._cause = Cause(lease.id, content["request_id"], content["organization_id"], lease.quiet)
+        self._shared = {
+            "id": lease.id,
+            "type": self.type,
+            # To the millisecond that is promised: SQLite's arithmetic is off by some microseconds,
+            # enough to put midnight on the day before.
+            "occurred_at": datetime.fromtimestamp(round(content["occurred_at"], 3), UTC),
+            "aggregate_type": content["aggregate_type"],
+            "aggregate_id": content["aggregate_id"],
+            "organization_id": content["organization_id"],
+            "request_id": content["request_id"],
+            "causation_id": _uuid(content["causation_id"]),
+            "attempt": lease.attempts,
+        }
+        """What all handlers of the event are given alike."""
         # Rows of one type mostly bear one text and no failures: their plan is made once.
         plan = None if self._failures else _common_plan(registry.version, self.type, content["deliveries"])
         self._queue = self._plan() if plan is None else list(plan)
@@ -146,9 +163,7 @@ class EventRun:
     def next_step(self) -> Handler | None:
         """Take the next handler to run, or ``None`` when none may start (any more)."""
         with self._lock:
-            while self._queue:
-                if self._over():
-                    return None
+            while self._queue and not self._over():
                 if not self.lease.current():
                     # By our own clock; whether the row is another's by now, the settle finds out.
                     self.expired = True
@@ -220,23 +235,16 @@ class EventRun:
     def event_for(self, handler: Handler) -> Event:
         """Return the event as this handler receives it, with a payload of its own."""
         content = self.lease.content
-        return Event(
-            id=self.lease.id,
-            type=self.type,
+        event = Event.__new__(Event)
+        # Not by its constructor: that of a frozen class takes five times as long.
+        vars(event).update(
+            self._shared,
             payload=_decode(content["payload"])[0],
-            # To the millisecond that is promised: SQLite's arithmetic is off by some microseconds,
-            # enough to put midnight on the day before.
-            occurred_at=datetime.fromtimestamp(round(content["occurred_at"], 3), UTC),
-            aggregate_type=content["aggregate_type"],
-            aggregate_id=content["aggregate_id"],
-            organization_id=content["organization_id"],
-            request_id=content["request_id"],
-            causation_id=_uuid(content["causation_id"]),
             headers=_json_object(content["headers"]),
             handler=handler.name,
-            attempt=self.lease.attempts,
             idempotency_key=f"{handler.oldest_name}:{self.lease.text}",
         )
+        return event
 
     def invoke(self, handler: Handler, *, timeout: float, savepoint: bool = False) -> Result:
         """
@@ -245,13 +253,10 @@ class EventRun:
         ``timeout`` bounds a coroutine; a plain function is bounded by who runs the
         thread. ``savepoint`` puts a savepoint around it, when a transaction is open.
         """
-        cause = Cause(
-            self.lease.id, self.lease.content["request_id"], self.lease.content["organization_id"], self.lease.quiet
-        )
         try:
             return attempt(
                 partial(self._call, handler, timeout),
-                cause=cause,
+                cause=self._cause,
                 using=self.using,
                 savepoint=savepoint,
                 name=handler.name,
@@ -285,14 +290,16 @@ class EventRun:
         with self._lock:
             if handler.name not in self._running:
                 return
-            self._running.discard(handler.name)
-            if result.ok and not self._failures and not self.careful:
-                self.delivered |= self._times(handler)
-                return
+            self._running.remove(handler.name)
+            if not result.error:
+                now = self.lease.clock.text()
+                for name in handler.names:
+                    self.delivered[name] = now
+                if not self._failures and not self.careful:
+                    return  # nearly every one
             key = self._key(handler)
             before = self._failures.get(key, {})
             if result.ok:
-                self.delivered |= self._times(handler)
                 if "marks" in before:
                     self._failures[key] = {name: value for name, value in before.items() if name != "marks"}
                     if not self._failures[key].get("error"):
@@ -438,7 +445,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _require_finished(returned: object) -> None:
     """Raise when a plain function returned work that nobody will do, as one that wraps an async function does."""
-    if inspect.iscoroutine(returned):
+    if returned is not None and inspect.iscoroutine(returned):
         returned.close()
         raise TypeError(
             "the handler returned a coroutine, which would never run; write `async def`, or mark its wrapper with"

@@ -32,7 +32,7 @@ _TYPE_LENGTH: Final = 128
 _NAME_LENGTH: Final = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """
     What a handler receives. The payload is this handler's own copy.
@@ -87,7 +87,7 @@ class Handler:
         """Every name under which its deliveries may stand."""
         return (self.name, *self.aliases)
 
-    @property
+    @cached_property
     def oldest_name(self) -> str:
         """The name in its idempotency keys."""
         return self.aliases[0] if self.aliases else self.name

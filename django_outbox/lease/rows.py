@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -117,13 +116,19 @@ class Clock:
 
     def text(self) -> str:
         """Return the database's time as it stands in ``deliveries``: ISO 8601, UTC, milliseconds."""
-        return _millisecond_text(int(self.now() * 1_000))
+        global _latest_text  # noqa: PLW0603
+        milliseconds = int((self.epoch + (time.monotonic() - self.monotonic)) * 1_000)
+        # Many deliveries end within one millisecond.
+        latest = _latest_text
+        if latest[0] != milliseconds:
+            moment = datetime.fromtimestamp(milliseconds / 1_000, UTC)
+            text = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            _latest_text = latest = (milliseconds, text)
+        return latest[1]
 
 
-@lru_cache(maxsize=64)
-def _millisecond_text(milliseconds: int) -> str:
-    moment = datetime.fromtimestamp(milliseconds / 1_000, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+_latest_text = (0, "")
+"""What `Clock.text` returned last, with its milliseconds since 1970; replaced as a whole, by any thread."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -212,7 +217,7 @@ Outcome = Done | Retry | Park | Fail | Dead | Released
 """The closed set of ways in which a delivery ends; `_Record.of` has the one ``match`` over it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settled:
     """
     A lease with its outcome; ``failures`` replaces the column, ``None`` leaves it.

@@ -29,8 +29,11 @@ from django_outbox.relay.isolator import COROUTINE_GRACE_SECONDS
 
 logger = logging.getLogger("django_outbox.relay")
 
+CLAIM_LIMIT: Final = 500
 IN_FLIGHT_LIMIT: Final = 1_500
 CLOGGED_SECONDS: Final = 1.0
+FRESH_FOR_SECONDS: Final = 0.25
+"""How long new rows alone are claimed while one wake-up follows another: whatever else is due waits no longer."""
 _T = TypeVar("_T")
 
 
@@ -89,6 +92,10 @@ class Lane:
         self.woken = True
         self.look_at = 0.0
         """When to look for due rows even if nobody wakes us; a reading of the monotonic clock."""
+        self.due_at = 0.0
+        """Before this moment nothing but new rows falls due, as the database last said."""
+        self.fresh_since = 0.0
+        """When the first of the latest claims was made that took new rows only; 0: the last one took all."""
         self.floor_at = 0.0
         """Before this moment a wake-up is not answered."""
         self.empty = 0
@@ -120,12 +127,28 @@ class Lane:
         for _ in range(len(self._slots)):
             self._tokens.put(None)
 
-    def room(self) -> int:
-        """Return how many rows to claim so that the threads are busy for the time to prefetch, and no more."""
+    def capacity(self) -> int:
+        """Return how many rows to hold so that the threads are busy for the time to prefetch, and no more."""
         rows = int(self.threads * self.work.prefetch_seconds / max(self.row_seconds, 1e-6))
+        return min(max(rows, self.threads), IN_FLIGHT_LIMIT)
+
+    def room(self) -> int:
+        """Return how many rows may be claimed."""
         # Rows that wait for a stuck step or for the child process take no thread.
-        busy = len(self.flights) - len(self.stuck) - self.isolated
-        return min(max(rows, self.threads), IN_FLIGHT_LIMIT) - busy
+        return self.capacity() - (len(self.flights) - len(self.stuck) - self.isolated)
+
+    def wants_more(self) -> bool:
+        """Return whether a claim is worth its while: it gets many rows, or the threads are about to run out of them."""
+        room = self.room()
+        return room > 0 and (room >= min(self.capacity() // 3, CLAIM_LIMIT) or len(self.ready) < self.threads)
+
+    def only_new_is_due(self, now: float) -> bool:
+        """Return whether a claim of new rows only will do, and count on it that one is made."""
+        if now >= self.due_at or (self.fresh_since and now - self.fresh_since > FRESH_FOR_SECONDS):
+            self.fresh_since = 0.0
+            return False
+        self.fresh_since = self.fresh_since or now
+        return True
 
     def offer(self, flights: Sequence[Flight]) -> None:
         """Hand rows to the threads."""

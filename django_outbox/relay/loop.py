@@ -18,7 +18,7 @@ from django_outbox.relay.deadlines import bound_statements
 from django_outbox.relay.flights import Flight, Flights
 from django_outbox.relay.isolator import Isolator
 from django_outbox.relay.keeper import Keeper
-from django_outbox.relay.lane import Lane
+from django_outbox.relay.lane import CLAIM_LIMIT, Lane
 from django_outbox.relay.queues import chosen
 
 logger = logging.getLogger("django_outbox.relay")
@@ -31,7 +31,6 @@ EXIT_FAILED: Final = 1
 EXIT_RECYCLE: Final = 75
 """Exit code of a relay with too many stuck threads, for a supervisor to start another (EX_TEMPFAIL)."""
 
-CLAIM_LIMIT: Final = 500
 EMPTY_FLOOR_SECONDS: Final = 0.05
 ASK_AFTER_SECONDS: Final = wake.NOTIFY_WINDOW_SECONDS + 0.003
 """
@@ -174,7 +173,7 @@ class Relay:
             # It may fall due, or the event that announces its death is.
             self._wake(lane.work.queue.name)
             self._wake("events")
-        elif lane.hungry or lane.work.look_when_landed:
+        elif (lane.hungry and lane.wants_more()) or lane.work.look_when_landed:
             lane.woken = True
             self._signal.set()
         elif self.mode == "drain" and not self.held():
@@ -185,7 +184,7 @@ class Relay:
         self._recovering = True
         # A look that failed has used up its wake-up, and what woke us may be committed long since.
         for lane in self.lanes:
-            lane.woken = True
+            lane.woken, lane.due_at = True, 0.0
 
     # --- claiming
 
@@ -241,15 +240,16 @@ class Relay:
         asked = min(lane.room(), CLAIM_LIMIT)
         claimed = 0
         if asked > 0:
+            fresh = woken and self.mode == "serve" and lane.only_new_is_due(time.monotonic())
             with self.flights.claiming:
-                leases, lane.hungry = self._claim(lane, asked)
+                leases, lane.hungry = self._claim(lane, asked, fresh=fresh)
                 claimed = self._take(lane, leases)
         else:
             lane.hungry = True
         now = time.monotonic()
         if lane.hungry:
-            # As much came as was asked for: there is more, and either room for it or a row to wait for.
-            lane.look_at = now if lane.room() > 0 else now + self.settings.poll_seconds
+            # As much came as was asked for: there is more, and either room for it or rows to wait for.
+            lane.look_at = now if lane.wants_more() else now + self.settings.poll_seconds
         elif self.mode == "serve" and lane.work.asks_database:
             # The rows start first: the question costs this thread and the server as much as a claim of one row.
             lane.ask_only, lane.look_at = True, now + ASK_AFTER_SECONDS
@@ -268,14 +268,15 @@ class Relay:
     def _ask(self, lane: Lane) -> None:
         """Note when a queue's next row falls due; without one in sight, when to ask again."""
         now, poll = time.monotonic(), self.settings.poll_seconds
+        lane.fresh_since = 0.0
         due = lane.work.next_due_seconds(using=self.using)
         if due is not None and now < lane.spare_until:
             due = max(due, SPARING_FLOOR_SECONDS)
         in_sight = due is not None and due <= poll
         lane.ask_only = lane.work.asks_database and not in_sight
-        lane.look_at = now + (due if due is not None and in_sight else poll)
+        lane.look_at = lane.due_at = now + (due if due is not None and in_sight else poll)
 
-    def _claim(self, lane: Lane, limit: int) -> tuple[list[engine.Lease], bool]:
+    def _claim(self, lane: Lane, limit: int, *, fresh: bool) -> tuple[list[engine.Lease], bool]:
         """Claim up to so many rows, scope by scope; return them, and whether there may be more."""
         leases: list[engine.Lease] = []
         more = False
@@ -288,6 +289,7 @@ class Relay:
                 lease_seconds=lane.settings.lease_seconds,
                 scope=scope,
                 spare_expired=time.monotonic() < lane.spare_until,
+                fresh=fresh and not scope,
             )
             more = more or lane.claimer.more
         return leases, more
