@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -25,7 +25,7 @@ import pytest
 from django.db import connection, connections, transaction
 from psycopg.conninfo import make_conninfo
 
-from django_outbox import Event, NewEvent, Reject, emit_event, emit_events, on_event
+from django_outbox import Event, NewEvent, Reject, emit_event, emit_events, on_event, wake
 from django_outbox import lease as engine
 from django_outbox.events import EVENTS
 from django_outbox.models import OutboxEvent
@@ -209,6 +209,55 @@ def test_a_retry_is_made_at_its_time_and_not_at_the_poll(calls: Calls, outbox: C
     with running_relay() as running:
         running.wait_for(done=1)
     assert 0.4 <= calls.made[1] - calls.made[0] < 2
+
+
+def test_a_retry_is_made_at_its_time_while_one_wake_up_follows_another(calls: Calls) -> None:
+    """Claims that follow a wake-up take new rows alone, nobody tells of this one, and the poll is a minute off."""
+    on_event(TYPE, name="one")(lambda event: calls.add(event.id))
+    until = 0.0
+
+    def keep_waking() -> None:
+        while time.monotonic() < until:
+            wake.notify("default")
+            time.sleep(0.001)
+
+    with running_relay() as running:
+        emit()
+        running.wait_for(done=1)
+        eventually(lambda: running.relay.lanes[0].due_at > time.monotonic())  # it asked, and knows of nothing
+        until = time.monotonic() + 2
+        waking = Worker(keep_waking)
+        (retry,) = emit(delay=3_600)
+        due_at = datetime.now(UTC) + timedelta(seconds=0.5)
+        OutboxEvent.objects.filter(id=retry).update(status="waiting", due_at=due_at)
+        calls.wait_for(2)
+        assert time.monotonic() < until
+        waking.result()
+
+
+def test_a_backlog_is_claimed_in_large_pieces_while_its_rows_land_one_by_one(calls: Calls) -> None:
+    """Fifty threads free a place a hundred times a moment; a claim for each would cost more than the handlers."""
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add(event.id)
+        time.sleep(0.005)
+
+    with running_relay(threads=50) as running:
+        claimer = running.relay.lanes[0].claimer
+        assert claimer.queue is EVENTS
+        claim, sizes = claimer.claim, []
+
+        def noted(*args: Any, **options: Any) -> list[engine.Lease]:
+            leases = claim(*args, **options)
+            sizes.append(len(leases))
+            return leases
+
+        claimer.claim = noted  # type: ignore[method-assign]
+        emit(3_000)
+        running.wait_for(done=3_000, seconds=60)
+    assert set(calls.counts().values()) == {1}
+    assert len([size for size in sizes if size]) <= 30, sizes
 
 
 def test_what_a_handler_emits_is_delivered_at_once() -> None:

@@ -237,6 +237,41 @@ def test_a_claimer_says_when_its_quotas_and_not_the_table_ended_a_claim() -> Non
     assert not more()
 
 
+def test_a_fresh_claim_takes_pending_rows_in_order_and_nothing_else() -> None:
+    ids = insert(3)
+    insert(1, status="waiting", due_at=LONG_AGO)
+    insert(1, status="dead", due_at=LONG_AGO, dead_at=LONG_AGO)
+    (held,) = insert(1)
+    OutboxEvent.objects.filter(id=held).update(leased_by="relay-2", lease_until=FAR_AHEAD)
+    this = claimer()
+    leases = this.claim(500, lease_seconds=60, fresh=True)
+    assert [lease.id for lease in leases] == ids
+    assert not this.more
+    assert {(lease.attempts, lease.fence, lease.holder, lease.suspect) for lease in leases} == {
+        (1, 1, "relay-1", False)
+    }
+    assert this.claim(500, lease_seconds=60, fresh=True) == []
+    assert {lease.status for lease in this.claim(500, lease_seconds=60)} == {"waiting", "dead"}
+
+
+def test_a_fresh_claim_is_short_and_says_that_there_may_be_more() -> None:
+    ids = insert(25)
+    this = claimer()
+    assert [lease.id for lease in this.claim(500, lease_seconds=60, fresh=True)] == ids[:20]
+    assert this.more
+    assert len(this.claim(3, lease_seconds=60, fresh=True)) == 3
+    assert this.more
+    assert len(this.claim(500, lease_seconds=60, fresh=True)) == 2
+    assert not this.more
+
+
+def test_a_fresh_claim_spares_what_ran_out_if_asked_to() -> None:
+    insert(1, leased_by="relay-2", lease_until=LONG_AGO)
+    assert claimer().claim(500, lease_seconds=60, fresh=True, spare_expired=True) == []
+    (lease,) = claimer().claim(500, lease_seconds=60, fresh=True)
+    assert lease.suspect
+
+
 def test_a_dead_row_reports_its_death_and_stays_dead_while_it_is_worked() -> None:
     (id_,) = insert(status="dead", due_at=LONG_AGO, dead_at=LONG_AGO, attempts=8)
     lease = claim_one()
