@@ -334,8 +334,8 @@ class Work(ABC):
     """
 
     queue: ClassVar[engine.Queue]
-    settle_at_once: ClassVar[bool] = False
-    """Whether an outcome is written as soon as it is known, by the thread that has it, instead of with others."""
+    one_at_a_time: ClassVar[bool] = False
+    """Whether a thread begins no row before the outcome of its last one is written."""
     prefetch_seconds: ClassVar[float] = 0.5
     """Rows are claimed ahead for about this long, by the measured time of a row; 0: as many as threads are free."""
     asks_database: ClassVar[bool] = True

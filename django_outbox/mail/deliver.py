@@ -346,7 +346,7 @@ class EmailWork(Work):
     """
 
     queue = EMAILS
-    settle_at_once = True
+    one_at_a_time = True
 
     def __init__(self, owed_to: Callable[[str], str]) -> None:
         self._owed_to = owed_to

@@ -15,7 +15,6 @@ from django_outbox import lease as engine
 from django_outbox.delivery import Run
 from django_outbox.errors import clean_error
 from django_outbox.relay.connections import DATABASE_TROUBLE, DatabaseHealth
-from django_outbox.relay.deadlines import bounded_statements
 
 if TYPE_CHECKING:
     from django_outbox.relay.lane import Lane
@@ -128,25 +127,15 @@ class Flights:
 
     # --- the ways out
 
-    def close(self, flight: Flight, *, at_once: bool = True) -> None:
-        """
-        Settle a row once its run is complete; the first caller does.
-
-        ``at_once``: in this thread, where the queue's outcomes are written at once.
-        """
+    def close(self, flight: Flight) -> None:
+        """Have a row settled once its run is complete; the first caller does. Waits for no database."""
         run = flight.run
         if run is None or not run.complete or not flight.close():
             return
         if run.lost:
             self.drop(flight)
             return
-        settled = run.settled()
-        if at_once and flight.lane.work.settle_at_once:
-            with bounded_statements(self.using):
-                left, _ = self._write(flight.lane, [(flight, settled)])
-            if not left:
-                return
-        self._outcomes.put((flight, settled))
+        self._outcomes.put((flight, run.settled()))
 
     def charge(self, flight: Flight, error: Exception) -> None:
         """Settle a row as failed for what went wrong around its handlers: a stored row that cannot be read, say."""
@@ -213,14 +202,24 @@ class Flights:
         items: list[_Outcome | None] = []
         with suppress(queue.Empty):
             items.append(self._outcomes.get(block=timeout != 0, timeout=timeout))
-            if any(lane.ready for lane in self.lanes):
-                # More are about to end: a statement for many costs little more than for one.
-                time.sleep(SETTLE_GATHER_SECONDS)
+            self._wait_for_more(len(items))
             while len(items) < SETTLE_LIMIT:
                 items.append(self._outcomes.get_nowait())
         for item in items:
             if item is not None:
                 self._owed.setdefault(item[0].lane, []).append(item)
+
+    def _wait_for_more(self, count: int) -> None:
+        """Wait a moment if more are about to end: a statement for many costs little more than for one."""
+        at_work = [lane for lane in self.lanes if lane.ready]
+        if not at_work:
+            return
+        # Where every thread waits for its outcome, no more come than there are threads.
+        enough = min((lane.threads for lane in at_work if lane.work.one_at_a_time), default=SETTLE_LIMIT)
+        pause = SETTLE_GATHER_SECONDS if enough == SETTLE_LIMIT else SETTLE_GATHER_SECONDS / 5
+        until = time.monotonic() + SETTLE_GATHER_SECONDS
+        while count + self._outcomes.qsize() < enough and time.monotonic() < until:
+            time.sleep(pause)
 
     def _settle_lane(self, lane: Lane) -> bool:
         """Write what is owed of one queue, as far as one statement goes; return whether that went well."""

@@ -290,7 +290,7 @@ class Lane:
                     f" and did not return within {stuck_seconds:g} s more"
                 )
                 flight.run.finish(step, Result(text))
-                self._all.close(flight, at_once=False)  # the watch waits for no database
+                self._all.close(flight)
         return len(self.stuck) > self.threads
 
     def _abandon(self, slot: Slot) -> None:

@@ -383,7 +383,7 @@ class Relay:
         for flight in left_over:
             if flight.run is not None:
                 flight.run.interrupt()
-                self.flights.close(flight, at_once=False)
+                self.flights.close(flight)
         with landed:
             landed.wait_for(lambda: not self.held(), 5)
         if left_over:

@@ -244,7 +244,6 @@ class WebhookWork(Work):
     """
 
     queue: ClassVar[engine.Queue] = store.DELIVERIES
-    settle_at_once: ClassVar[bool] = False
     # Enough for the threads to be busy while the next are claimed; what waits, waits under a lease.
     prefetch_seconds: ClassVar[float] = 0.2
     look_when_landed: ClassVar[bool] = True

@@ -53,10 +53,9 @@ class ParcelRun(SingleRun):
 
 
 class ParcelWork(Work):
-    """A queue as the later ones are: scopes, settled at once."""
+    """A queue as the later ones are: with scopes."""
 
     queue = PARCELS
-    settle_at_once = True
     timeout: float | None = None
 
     def __init__(self) -> None:
