@@ -87,10 +87,12 @@ def _no_op(payload: object) -> None:
 class Listening:
     """A thread that waits for NOTIFY on a session of its own and notes when each number arrived."""
 
+    channel = "bench"
+
     def __init__(self, session: psycopg.Connection[tuple[Any, ...]]) -> None:
         self.arrivals: dict[int, int] = {}
         self._session = session
-        self._session.execute("LISTEN bench")
+        self._session.execute(f"LISTEN {self.channel}")
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -98,8 +100,39 @@ class Listening:
         for note in self._session.notifies():
             if note.payload == "end":
                 return
-            self.arrivals[int(note.payload)] = time.monotonic_ns()
+            self.hear(int(note.payload))
+
+    def hear(self, number: int) -> None:
+        """Note that a number arrived."""
+        self.arrivals[number] = time.monotonic_ns()
 
     def join(self) -> None:
         """Wait until the thread has seen the note that ends it."""
         self._thread.join(timeout=10)
+
+
+class Claiming(Listening):
+    """One that then claims what lies in the narrow table, on another session and without waiting for the disk."""
+
+    channel = "bench_claim"
+
+    def __init__(
+        self, session: psycopg.Connection[tuple[Any, ...]], claims: psycopg.Connection[tuple[Any, ...]]
+    ) -> None:
+        self._claims = claims
+        self._claims.execute("SET synchronous_commit = off")
+        self._claims.prepare_threshold = 0
+        super().__init__(session)
+
+    def hear(self, number: int) -> None:
+        """Claim, and note when a row was there to be worked on."""
+        rows = self._claims.execute(
+            """WITH due AS MATERIALIZED (
+                SELECT id FROM bench_narrow WHERE status = 'pending' AND due <= statement_timestamp()
+                ORDER BY due, id LIMIT 20 FOR NO KEY UPDATE SKIP LOCKED
+            )
+            UPDATE bench_narrow AS b SET status = 'taken', attempts = attempts + 1
+            FROM due WHERE b.id = due.id RETURNING b.payload"""
+        ).fetchall()
+        for (payload,) in rows:
+            super().hear(int(payload["number"]))

@@ -10,7 +10,7 @@ from django.db import transaction
 
 from django_outbox import emit_event
 from tests.benchmarks.harness import Bench, Line, RelayProcess, absolute, compared, load, progress, raw_connect
-from tests.benchmarks.reference import Listening, NarrowTable
+from tests.benchmarks.reference import Claiming, Listening, NarrowTable
 
 PER_SECOND = 50
 
@@ -21,18 +21,27 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 def latency(bench: Bench) -> Iterator[Line]:
     """
-    Emit 50 events a second to an idle relay, and as many rows with NOTIFY to a psycopg listener, by turns.
+    Emit 50 events a second to an idle relay, and as many rows with NOTIFY to psycopg, by turns.
 
-    Both clocks run from the moment the commit has returned, to the start of the handler
-    or the arrival of the notification.
+    One psycopg listener only hears; the other also claims the row, which is the least that
+    a queue in the database can do before a handler starts. All clocks run from the moment
+    the commit has returned, to the start of the handler, the arrival of the notification,
+    or that of the claimed row.
     """
     count = bench.size(20 * PER_SECOND, least=100)
-    spread: dict[str, list[tuple[float, float]]] = {"ours": [], "reference": []}
-    with raw_connect() as session, NarrowTable(session) as narrow, raw_connect() as listener:
+    kinds = ("ours", "heard", "claimed")
+    spread: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    with (
+        raw_connect() as session,
+        NarrowTable(session) as narrow,
+        raw_connect() as hears,
+        raw_connect() as wakes,
+        raw_connect() as claims,
+    ):
         for _ in bench.each_round("latency"):
             load(0)
-            listening = Listening(listener)
-            committed: dict[str, dict[int, int]] = {"ours": {}, "reference": {}}
+            listeners = {"heard": Listening(hears), "claimed": Claiming(wakes, claims)}
+            committed: dict[str, dict[int, int]] = {kind: {} for kind in kinds}
             with RelayProcess(mode="serve") as relay:
                 relay.go()
                 _until(lambda: relay.look().statements >= 3)  # it listens, and found nothing
@@ -43,21 +52,25 @@ def latency(bench: Bench) -> Iterator[Line]:
                         # The first hook to run: before the one that notifies.
                         transaction.on_commit(partial(_note, committed["ours"], number))
                         emit_event("bench.timed", {"number": number})
-                    _sleep_until(began + (number + 0.5) / PER_SECOND)
-                    with session.transaction():
-                        narrow.insert([{"number": number}])
-                    _note(committed["reference"], number)
-                    session.execute("SELECT pg_notify('bench', %s)", [str(number)])
+                    for place, (kind, listener) in enumerate(listeners.items(), 1):
+                        _sleep_until(began + (number + place / len(kinds)) / PER_SECOND)
+                        with session.transaction():
+                            narrow.insert([{"number": number}])
+                        _note(committed[kind], number)
+                        session.execute("SELECT pg_notify(%s, %s)", [listener.channel, str(number)])
                 _until(lambda: relay.look().counts.get("done", 0) >= count)
                 started = dict(relay.stop().starts)
-            session.execute("SELECT pg_notify('bench', 'end')")
-            listening.join()
-            for kind, reached in (("ours", started), ("reference", listening.arrivals)):
-                waits = [(reached[number] - moment) / 1e3 for number, moment in committed[kind].items()]
+            for listener in listeners.values():
+                session.execute("SELECT pg_notify(%s, 'end')", [listener.channel])
+                listener.join()
+            reached = {"ours": started} | {kind: listener.arrivals for kind, listener in listeners.items()}
+            for kind in kinds:
+                waits = [(reached[kind][number] - moment) / 1e3 for number, moment in committed[kind].items()]
                 spread[kind].append((_percentile(waits, 0.5), _percentile(waits, 0.99)))
     for place, (name, most) in enumerate((("p50", 2.0), ("p99", 4.0))):
-        ours, theirs = ([each[place] for each in spread[kind]] for kind in ("ours", "reference"))
-        yield compared(f"latency: {name}, commit to handler", ours, theirs, unit="us", at_most=most)
+        ours, heard, claimed = ([each[place] for each in spread[kind]] for kind in kinds)
+        yield compared(f"latency: {name}, commit to handler; reference NOTIFY", ours, heard, unit="us", at_most=most)
+        yield compared(f"latency: {name}; reference NOTIFY and a claim", ours, claimed, unit="us")
 
 
 def _note(moments: dict[int, int], number: int) -> None:
