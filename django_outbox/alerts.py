@@ -115,7 +115,7 @@ def _about_ourselves(event: Event) -> bool:
 
 def _note(event: Event, using: str) -> None:
     window = get_settings().alert_window_seconds
-    now = _now(using)
+    now = engine.database_now(using).timestamp()
     subject_id, subject, error = _said(event)
     slot = int(now // window)
     row = {
@@ -139,7 +139,7 @@ def _note(event: Event, using: str) -> None:
 
 
 def _summarize(event: Event, using: str) -> None:
-    now = _now(using)
+    now = engine.database_now(using).timestamp()
     slot = int(event.payload["slot"])
     alerts = apps.get_model("django_outbox", "OperatorAlert").objects.using(using)
     untold = alerts.filter(told_at__isnull=True).order_by("created_at", "pk")
@@ -322,7 +322,7 @@ def _keep_endpoint(url: str, using: str) -> None:
             "description": "operator-alert",
             "event_types": [],
             "sealed_secrets": seal([{"secret": new_secret(), "until": None}]),
-            "created_at": store.now(using),
+            "created_at": engine.database_now(using),
         },
     )
     if endpoint.url != rebuilt:
@@ -354,11 +354,3 @@ def _insert(row: Mapping[str, Any], using: str) -> bool:
     with connection.cursor() as cursor:
         cursor.execute(sql, [json.dumps([{name: dialect.json_value(value) for name, value in row.items()}])])
         return bool(cursor.fetchall())
-
-
-def _now(using: str) -> float:
-    """Return the database's time, as the engine sees it, in seconds since 1970."""
-    dialect = dialect_of(connections[using])
-    with connections[using].cursor() as cursor:
-        cursor.execute(f"SELECT {dialect.epoch(dialect.clock)}", [])
-        return float(cursor.fetchone()[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import UUID
@@ -239,7 +239,7 @@ def mark_all_read(recipient: str, *, using: str | None = None) -> int:
 def _mark(rows: QuerySet[Notification], *, read: bool) -> int:
     alias = rows.db
     # The first time of reading stays: what was read is not read again.
-    return rows.filter(read_at__isnull=read).update(read_at=_now(alias) if read else None)
+    return rows.filter(read_at__isnull=read).update(read_at=engine.database_now(alias) if read else None)
 
 
 def purge(*, read_before_seconds: float, limit: int = 1_000, using: str | None = None) -> int:
@@ -247,14 +247,7 @@ def purge(*, read_before_seconds: float, limit: int = 1_000, using: str | None =
     alias = using or get_settings().database
     rows = apps.get_model("django_outbox", "Notification").objects.using(alias)
     with transaction.atomic(using=alias):
-        old = rows.filter(read_at__lt=_now(alias) - timedelta(seconds=read_before_seconds)).order_by("read_at", "pk")
+        before = engine.database_now(alias) - timedelta(seconds=read_before_seconds)
+        old = rows.filter(read_at__lt=before).order_by("read_at", "pk")
         gone, _ = rows.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
     return gone
-
-
-def _now(using: str) -> datetime:
-    """Return the database's time, as the engine sees it."""
-    dialect = dialect_of(connections[using])
-    with connections[using].cursor() as cursor:
-        cursor.execute(f"SELECT {dialect.epoch(dialect.clock)}", [])
-        return datetime.fromtimestamp(float(cursor.fetchone()[0]), UTC)

@@ -44,7 +44,7 @@ from django_outbox.lease.rows import (
 )
 from django_outbox.lease.settle import LOCKED, REFUSED_TEXT, record, release, renew, settle
 from django_outbox.lease.tasks import insert_tasks
-from django_outbox.lease.vendors import shift_clock
+from django_outbox.lease.vendors import database_now, shift_clock
 
 __all__ = [
     "DISCARDABLE",
@@ -69,6 +69,7 @@ __all__ = [
     "Scope",
     "Settled",
     "backlog",
+    "database_now",
     "discard",
     "due_lanes",
     "due_scopes",

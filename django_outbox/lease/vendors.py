@@ -10,7 +10,7 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connections, transaction
 
 from django_outbox.lease.rows import Queue
 
@@ -227,6 +227,15 @@ SQLITE: Final = SQLite()
 def dialect_of(connection: BaseDatabaseWrapper) -> Dialect:
     """Return the dialect of a connection."""
     return SQLITE if connection.vendor == "sqlite" else POSTGRES
+
+
+def database_now(using: str) -> datetime:
+    """Return the time by the database's clock, as the statements of the engine see it."""
+    connection = connections[using]
+    dialect = dialect_of(connection)
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {dialect.epoch(dialect.clock)}", [])
+        return datetime.fromtimestamp(float(cursor.fetchone()[0]), UTC)
 
 
 def table_of(queue: Queue, connection: BaseDatabaseWrapper) -> str:

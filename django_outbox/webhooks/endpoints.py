@@ -70,7 +70,7 @@ def create_endpoint(
     """
     alias = using or get_settings().database
     secret = new_secret()
-    now = store.now(alias)
+    now = engine.database_now(alias)
     endpoint = WebhookEndpoint(
         id=engine.new_id(),
         url=check_url(url),
@@ -131,7 +131,7 @@ def rotate_secret(endpoint: WebhookEndpoint, *, overlap_seconds: float = 86_400,
     alias = endpoint._state.db or get_settings().database
     with transaction.atomic(using=alias):
         stored = WebhookEndpoint.objects.using(alias).select_for_update().get(pk=endpoint.pk)
-        now = store.now(alias)
+        now = engine.database_now(alias)
         end = now.timestamp() + overlap_seconds
         former = [
             {"secret": entry["secret"], "until": end if entry["until"] is None else min(entry["until"], end)}
@@ -154,7 +154,7 @@ def disable_endpoint(endpoint: WebhookEndpoint, *, reason: str = "operator") -> 
     """Send nothing to the endpoint from now on; its events are kept for a `replay`."""
     alias = endpoint._state.db or get_settings().database
     rows = WebhookEndpoint.objects.using(alias).filter(pk=endpoint.pk, enabled=True)
-    rows.update(enabled=False, disabled_at=store.now(alias), disabled_reason=reason)
+    rows.update(enabled=False, disabled_at=engine.database_now(alias), disabled_reason=reason)
     endpoint.refresh_from_db(using=alias)
 
 
@@ -192,7 +192,7 @@ def pause_endpoint(endpoint: WebhookEndpoint, *, seconds: float) -> None:
     if not 0 <= seconds <= 366 * 86_400:
         raise ValueError(f"seconds is {seconds}; it must lie between 0 and a year.")
     alias = endpoint._state.db or get_settings().database
-    _write(endpoint, {"paused_until": store.now(alias) + timedelta(seconds=seconds) if seconds else None})
+    _write(endpoint, {"paused_until": engine.database_now(alias) + timedelta(seconds=seconds) if seconds else None})
 
 
 def send_test(endpoint: WebhookEndpoint) -> WebhookDelivery:
@@ -205,7 +205,7 @@ def send_test(endpoint: WebhookEndpoint) -> WebhookDelivery:
     if not WebhookEndpoint.objects.using(alias).filter(pk=endpoint.pk, enabled=True).exists():
         raise ValueError("The endpoint is disabled; enable it first.")
     event_id = engine.new_id()
-    body = encode_body(event_id, TEST_TYPE, store.now(alias), {"message": "This is a test."})
+    body = encode_body(event_id, TEST_TYPE, engine.database_now(alias), {"message": "This is a test."})
     store.insert_deliveries(
         event_id=event_id,
         event_type=TEST_TYPE,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -59,14 +59,6 @@ def _tables(using: str) -> tuple[Dialect, str, str, str]:
     quote = connection.ops.quote_name
     endpoints, attempts = (_model(name)._meta.db_table for name in ("WebhookEndpoint", "WebhookAttempt"))
     return dialect_of(connection), table_of(DELIVERIES, connection), quote(endpoints), quote(attempts)
-
-
-def now(using: str) -> datetime:
-    """Return the time by the database's clock, as the engine sees it."""
-    dialect, *_ = _tables(using)
-    with connections[using].cursor() as cursor:
-        cursor.execute(f"SELECT {dialect.epoch(dialect.clock)}", [])
-        return datetime.fromtimestamp(float(cursor.fetchone()[0]), UTC)
 
 
 # --- fan-out

@@ -67,7 +67,7 @@ def test_secrets_made_at_once_are_all_kept() -> None:
 def test_no_more_than_three_former_secrets_are_kept_and_none_beyond_its_time() -> None:
     (endpoint,) = endpoints(1)
     secrets = [secret_of(endpoint), *(rotate_secret(endpoint) for _ in range(5))]
-    now = store.now("default").timestamp()
+    now = engine.database_now("default").timestamp()
     assert secrets_in_force(endpoint.sealed_secrets, now=now) == secrets[:-5:-1]
     assert secrets_in_force(endpoint.sealed_secrets, now=now + 90_000) == secrets[-1:]
     last = rotate_secret(endpoint, overlap_seconds=0)
