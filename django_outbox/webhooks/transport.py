@@ -13,6 +13,7 @@ The transport: one request to addresses that were judged before, bounded in time
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import ssl
@@ -29,7 +30,7 @@ from urllib.parse import urlsplit
 import certifi
 import requests
 from requests.adapters import HTTPAdapter
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.util.ssl_ import create_urllib3_context
@@ -44,6 +45,8 @@ BODY_SECONDS: Final = 5.0
 
 CONNECT_SECONDS: Final = 10.0
 ADDRESSES_TRIED: Final = 3
+
+_STOPPED_READING: Final = (errno.EPIPE, errno.ECONNRESET, errno.EPROTOTYPE)
 
 _HEADER_BYTES: Final = 256 * 1_024
 """What may arrive before the headers are complete, interim responses included."""
@@ -72,11 +75,14 @@ class Answer:
 class _Call:
     """The bounds of the request that this thread makes."""
 
-    def __init__(self, addresses: Sequence[str], deadline: float) -> None:
+    def __init__(self, addresses: Sequence[str], deadline: float, ca_bundle: str | None) -> None:
         self.addresses = tuple(addresses[:ADDRESSES_TRIED])
         self.deadline = deadline
         self.bytes_left = _HEADER_BYTES
         self.address = ""
+        self.ca_bundle = ca_bundle
+        self.connection: _Connection | None = None
+        """For whoever made the call to close."""
 
     def left(self) -> float:
         """Return the seconds that are left; raise when there are none."""
@@ -105,8 +111,8 @@ def _is_elsewhere(_: logging.LogRecord) -> bool:
     return getattr(_local, "call", None) is None
 
 
-# At level DEBUG it logs every request's path, which in a webhook's URL is often a password.
-logging.getLogger("urllib3.connectionpool").addFilter(_is_elsewhere)
+# It warns of an answer whose headers cannot be parsed, with the URL, whose path is often a password.
+logging.getLogger("urllib3.connection").addFilter(_is_elsewhere)
 
 
 def _call() -> _Call:
@@ -190,56 +196,107 @@ def _dial(port: int) -> socket.socket:
 
 
 def _require_peer(sock: socket.socket, address: str) -> None:
-    if ip_address(sock.getpeername()[0]) != ip_address(address):
+    peer = sock.getpeername()[0]
+    # One address may be written in several ways.
+    if peer != address and ip_address(peer) != ip_address(address):
         raise OSError("the connection leads to another address")
 
 
-class _PinnedHTTPConnection(HTTPConnection):
+class _Connection(HTTPConnection):
+    """
+    A connection to one of the call's addresses, on which head and body of a request leave in one write.
+
+    Two writes would be two packets, two times that the thread waits for its turn, and a
+    receiver that is woken twice.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unsent = bytearray()
+
     def _new_conn(self) -> socket.socket:
         return _dial(int(self.port))
 
+    def send(self, data: Any) -> None:
+        """Keep it until `flush`."""
+        self._unsent += data
 
-class _PinnedHTTPSConnection(HTTPSConnection):
-    def _new_conn(self) -> socket.socket:
-        return _dial(int(self.port))
+    def flush(self) -> None:
+        """Send what was kept."""
+        super().send(self._unsent)
 
 
-class _HTTPPool(HTTPConnectionPool):
-    ConnectionCls = _PinnedHTTPConnection
+class _TLSConnection(_Connection, HTTPSConnection):
+    pass
 
 
-class _HTTPSPool(HTTPSConnectionPool):
-    ConnectionCls = _PinnedHTTPSConnection
+class _Exchange:
+    """What requests takes for a pool of connections: it makes one, for one request."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        call = _call()
+        host, timeout = str(parts.hostname), call.left()
+        self._connection: _Connection
+        if parts.scheme == "https":
+            context = _tls_context(call.ca_bundle)
+            self._connection = _TLSConnection(host, parts.port or 443, timeout=timeout, ssl_context=context)
+        else:
+            self._connection = _Connection(host, parts.port or 80, timeout=timeout)
+        call.connection = self._connection
+
+    def urlopen(
+        self,
+        *,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        preload_content: bool,
+        decode_content: bool,
+        **_: Any,
+    ) -> BaseHTTPResponse:
+        """Send a request, and return the answer once its headers are there; what goes wrong is raised as it is."""
+        connection = self._connection
+        connection.connect()
+        connection.request(
+            method, url, body=body, headers=headers, preload_content=preload_content, decode_content=decode_content
+        )
+        try:
+            connection.flush()
+        except OSError as error:
+            # It may have answered before it had read everything.
+            if error.errno not in _STOPPED_READING:
+                raise
+        return connection.getresponse()
 
 
 class _Adapter(HTTPAdapter):
-    """An adapter for one request: its pool is made for it, and ends with it."""
+    """The adapter of all requests, which keeps nothing of any: each has a connection of its own."""
 
-    def __init__(self, *, ca_bundle: str | None) -> None:
-        self._ca_bundle = ca_bundle
-        self._pool: HTTPConnectionPool | None = None
+    def __init__(self) -> None:
         super().__init__(max_retries=0)
 
     def init_poolmanager(self, *_: Any, **__: Any) -> None:
-        """Do without: there is one request to one host."""
+        """Do without: nothing is pooled."""
 
     def get_connection_with_tls_context(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> Any:
-        parts = urlsplit(str(request.url))
-        host = str(parts.hostname)
-        # http.client tells host and port apart by these.
-        bracketed = f"[{host}]" if ":" in host else host
-        if parts.scheme == "https":
-            self._pool = _HTTPSPool(bracketed, parts.port or 443, ssl_context=_tls_context(self._ca_bundle))
-        else:
-            self._pool = _HTTPPool(bracketed, parts.port or 80)
-        return self._pool
+        return _Exchange(str(request.url))
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
         """Leave it to the context, which verifies; requests would load the authorities anew each time."""
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+    def build_response(self, request: requests.PreparedRequest, answer: Any) -> requests.Response:
+        """Return the answer without cookies, encoding or history, which nobody reads."""
+        response = requests.Response()
+        response.status_code = answer.status
+        response.headers = answer.headers
+        response.raw = answer
+        response.request = request
+        return response
+
+
+_adapter: Final = _Adapter()
 
 
 @lru_cache(maxsize=4)
@@ -270,21 +327,18 @@ def send(
     and nothing that goes wrong on the way is raised.
     """
     started = time.monotonic()
-    call = _Call(addresses, started + timeout_seconds)
-    adapter = _Adapter(ca_bundle=ca_bundle)
+    call = _Call(addresses, started + timeout_seconds, ca_bundle)
     _local.call = call
     try:
-        request = requests.PreparedRequest()
-        request.prepare(method="POST", url=url, headers=dict(headers), data=body)
-        _require_host(request, url)
-        response = adapter.send(request, stream=True, timeout=timeout_seconds)
+        response = _adapter.send(_request(url, headers, body), stream=True, timeout=timeout_seconds)
         read = _read(response.raw, call)
     # ValueError: what http.client cannot encode into a header or a request line.
     except (requests.RequestException, HTTPError, HTTPException, OSError, ValueError) as error:
         code, words = _fault(error)
         return Answer(code=code, error=words, seconds=time.monotonic() - started, address=call.address)
     finally:
-        adapter.close()
+        if call.connection is not None:
+            call.connection.close()
         _local.call = None
     status = response.status_code
     protocol = not 200 <= status < 600
@@ -300,9 +354,25 @@ def send(
     )
 
 
-def _require_host(request: requests.PreparedRequest, url: str) -> None:
-    if urlsplit(str(request.url)).hostname != urlsplit(url).hostname:
+def _request(url: str, headers: Mapping[str, str], body: bytes) -> requests.PreparedRequest:
+    """Return a POST as requests prepares it; without cookies and passwords, so they need no looking for."""
+    request = requests.PreparedRequest()
+    request.method = "POST"
+    request.url = _prepared_url(url)
+    request.prepare_headers({**headers, "Content-Length": str(len(body))})
+    request.body = body
+    return request
+
+
+@lru_cache(maxsize=1_024)
+def _prepared_url(url: str) -> str:
+    """Return a URL as requests sends it; an endpoint's is always the same."""
+    request = requests.PreparedRequest()
+    request.prepare_url(url, None)
+    prepared = str(request.url)
+    if urlsplit(prepared).hostname != urlsplit(url).hostname:
         raise ValueError("the URL reads differently when it is sent")
+    return prepared
 
 
 def _header(response: requests.Response, name: str) -> str:
