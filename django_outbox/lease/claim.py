@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -22,6 +23,9 @@ from django_outbox.lease.vendors import POSTGRES, SQLITE, Dialect, dialect_of, s
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+_Scoped = tuple[Mapping[str, Any], int]
+"""A scope, and how many of its rows at most."""
+
 _NO_SCOPE: Final[Mapping[str, Any]] = MappingProxyType({})
 _SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
 
@@ -30,6 +34,12 @@ USUAL_LIMIT: Final = 500
 
 FRESH_LIMIT: Final = 20
 """Rows of a claim of new ones only: enough for a wake-up. Where there are more, the next claim is a whole one."""
+
+CLAIM_BYTES: Final = 8 * 2**20
+"""Content that one statement brings, if it is not a single row's."""
+
+SCOPES_LIMIT: Final = 64
+"""Scopes that one statement claims from."""
 
 LEASED_SEEN: Final = 500
 """Leased rows at the head of a scan among which the next lease to run out is looked for."""
@@ -63,7 +73,7 @@ class Claimer:
         limit: int,
         *,
         lease_seconds: float,
-        max_bytes: int = 8 * 2**20,
+        max_bytes: int = CLAIM_BYTES,
         scope: Mapping[str, Any] = _NO_SCOPE,
         spare_expired: bool = False,
         fresh: bool = False,
@@ -93,7 +103,7 @@ class Claimer:
             else:
                 turn, self._turn = self._turn, self._turn + 1
             order = ("pending", "waiting") if turn % 2 == 0 else ("waiting", "pending")
-            dead = limit // 4 if limit >= 4 else int(turn % 4 == 3)
+            dead = _dead_quota(limit, turn)
         # Counted from before the statement is sent: it may only ever end too early.
         started = time.monotonic()
         find = partial(
@@ -109,6 +119,107 @@ class Claimer:
             # Nobody else wants the place; an empty claim says that nothing is due.
             dead = 1
             rows = find(dead=dead, order=("dead", *order))
+        leases = self._leases(rows, started, lease_seconds)
+        # The database measures bytes in its own way; half the bound is near enough to it.
+        self.more = (
+            len(leases) >= limit
+            or sum(lease.status == "dead" for lease in leases) >= dead > 0
+            or self._size(leases) >= max_bytes // 2
+        )
+        return leases
+
+    def claim_scopes(
+        self,
+        scopes: Iterable[_Scoped],
+        limit: int,
+        *,
+        lease_seconds: float,
+        spare_expired: bool = False,
+        fresh: bool = False,
+    ) -> list[Lease]:
+        """
+        Lease up to ``limit`` due rows, scope by scope: of each at most as many as stand beside it.
+
+        As `claim` for each of them, but with one statement for many on PostgreSQL, which is
+        then bounded in bytes as a whole. Scopes are taken from the iterable as long as there
+        is room for what they may bring, so one that is taken is claimed from. ``fresh`` holds
+        for a scope that is the whole queue.
+        """
+        leases: list[Lease] = []
+        more = False
+        together = 1 if connections[self.using].vendor == "sqlite" else SCOPES_LIMIT
+        for columns, group in groupby(scopes, key=_columns):
+            while batch := _taken(group, room=limit - len(leases), most=together if columns else 1):
+                leases += self._claim_batch(batch, lease_seconds, spare_expired=spare_expired, fresh=fresh)
+                more = more or self.more
+                if len(leases) >= limit:
+                    self.more = True
+                    return leases
+        self.more = more
+        return leases
+
+    def _claim_batch(
+        self, batch: Sequence[_Scoped], lease_seconds: float, *, spare_expired: bool, fresh: bool
+    ) -> list[Lease]:
+        """Claim from scopes of the same columns with one statement."""
+        if len(batch) == 1:
+            ((scope, most),) = batch
+            return self.claim(
+                most, lease_seconds=lease_seconds, scope=scope, spare_expired=spare_expired, fresh=fresh and not scope
+            )
+        turn = random.getrandbits(2)
+        order = ("dead", "pending", "waiting") if turn % 2 == 0 else ("dead", "waiting", "pending")
+        quotas = [_dead_quota(room, turn + place) for place, (_, room) in enumerate(batch)]
+        wanted = list(range(len(batch)))
+        leases: list[Lease] = []
+        came: Counter[tuple[int, bool]] = Counter()
+        full = False
+        while wanted:
+            scopes = [(place, *batch[place], quotas[place]) for place in wanted]
+            started = time.monotonic()
+            rows = self._claim_several(scopes, order=order, lease_seconds=lease_seconds, spare_expired=spare_expired)
+            found = self._leases(rows, started, lease_seconds)
+            leases += found
+            came.update((row[-2], row[3] == "dead") for row in rows)
+            full = full or self._size(found) >= CLAIM_BYTES // 2
+            # As in a claim of one scope: where nobody else wants the place, it is a dead row's.
+            wanted = [place for place in wanted if not full and not quotas[place] and not came[place, False]]
+            for place in wanted:
+                quotas[place] = 1
+        self.more = full or any(
+            came[place, False] + came[place, True] >= room or came[place, True] >= quotas[place] > 0
+            for place, (_, room) in enumerate(batch)
+        )
+        return leases
+
+    def _claim_several(
+        self,
+        scopes: Sequence[tuple[int, Mapping[str, Any], int, int]],
+        *,
+        order: tuple[str, ...],
+        lease_seconds: float,
+        spare_expired: bool,
+    ) -> list[tuple[Any, ...]]:
+        connection = connections[self.using]
+        fields = self.queue.model._meta
+        kinds = tuple((name, str(fields.get_field(name).db_type(connection))) for name in scopes[0][1])
+        records = [
+            {"turn": place, "room": room, "dead_room": quota}
+            | {name: POSTGRES.json_value(value) for name, value in scope.items()}
+            for place, scope, room, quota in scopes
+        ]
+        free = _Narrowed.of(_NO_SCOPE, spare_expired=spare_expired, connection=connection).sql
+        lazy = not connection.in_atomic_block
+        sql = _postgres_claim(self.queue, table_of(self.queue, connection), order, lazy, free, None, kinds)
+        params = [json.dumps(records), CLAIM_BYTES, self.holder, lease_seconds]
+        rows = fetch(connection, sql, params, prepare=not self.more)
+        rows.sort(key=_last)
+        return rows
+
+    def _size(self, leases: Sequence[Lease]) -> int:
+        return sum(len(lease.content[self.queue.bulk]) for lease in leases)
+
+    def _leases(self, rows: Sequence[tuple[Any, ...]], started: float, lease_seconds: float) -> list[Lease]:
         extra = self.queue.content
         leases = []
         clock = Clock(rows[0][8] if rows else 0.0, started)
@@ -136,12 +247,6 @@ class Claimer:
                     content=dict(zip(extra, row[10:], strict=False)),
                 )
             )
-        # The database measures bytes in its own way; half the bound is near enough to it.
-        self.more = (
-            len(leases) >= limit
-            or sum(lease.status == "dead" for lease in leases) >= dead > 0
-            or sum(len(lease.content[self.queue.bulk]) for lease in leases) >= max_bytes // 2
-        )
         return leases
 
     def _claim_postgres(
@@ -247,6 +352,26 @@ def _reading(order: Sequence[str]) -> list[str]:
     return sorted(order, key=lambda name: name == "dead")
 
 
+def _columns(entry: _Scoped) -> tuple[str, ...]:
+    return tuple(entry[0])
+
+
+def _taken(scopes: Iterator[_Scoped], *, room: int, most: int) -> list[_Scoped]:
+    """Take as many scopes as there is room for what they may bring."""
+    taken = []
+    for scope, rows in scopes:
+        taken.append((scope, min(rows, room)))
+        room -= rows
+        if room <= 0 or len(taken) >= most:
+            break
+    return taken
+
+
+def _dead_quota(limit: int, turn: int) -> int:
+    """Return how many dead rows a claim may take: a quarter, or one in every fourth turn."""
+    return limit // 4 if limit >= 4 else int(turn % 4 == 3)
+
+
 @statement
 def _postgres_claim(  # noqa: PLR0917  positional, for the cache
     queue: Queue,
@@ -255,9 +380,15 @@ def _postgres_claim(  # noqa: PLR0917  positional, for the cache
     lazy_commit: bool,  # noqa: FBT001
     narrowed: str,
     literal: tuple[int, ...] | None,
+    scoped: tuple[tuple[str, str], ...] = (),
 ) -> str:
     """
     Return the claim as one statement; ``literal``: its limits, one for each scan, as part of the text.
+
+    ``scoped``: the columns, with their types, of scopes that come as the first parameter, a JSON
+    array with the limits of each. Every scan is then made once for each scope, and reads what a
+    claim from that scope alone would: 4 rows each of 64 endpoints, one of which has a backlog of
+    100,000, take 2,300 page hits and 8 ms, of which planning is 2.
 
     Every scan is an ordered walk of its own partial index that stops at its limit, so
     the cost depends on neither finished rows nor rows due later. The scans are
@@ -281,27 +412,42 @@ def _postgres_claim(  # noqa: PLR0917  positional, for the cache
         f" ELSE octet_length({bulk}::text) END"
     )
     scans = []
+    inside = "".join(f" AND {name} = scope.{name}" for name, _ in scoped)
+    if scoped:
+        columns = {"turn": "int", "room": "int", "dead_room": "int", **dict(scoped)}
+        scans.append(f"""
+            scope AS MATERIALIZED (SELECT * FROM {dialect.records(columns)})""")
     reading = _reading(order)
     for position, name in enumerate(order):
         due, key = SCANS[name]
         room = "%s" if literal is None else str(literal[position])
-        room += "".join(f" - (SELECT count(*) FROM {other}_rows)" for other in order[:position])
+        within = ""
+        if scoped:
+            room = "scope.dead_room" if name == "dead" else "scope.room"
+            within = " WHERE turn = scope.turn"
+        room += "".join(f" - (SELECT count(*) FROM {other}_rows{within})" for other in order[:position])
         further = "" if len(order) == 1 else f", {reading.index(name)} AS scan, {size} AS size"
-        scans.append(f"""
-            {name}_rows AS MATERIALIZED (
+        scan = f"""
                 SELECT id, leased_by, {key} AS due{further}
                 FROM {table}
-                WHERE {due.format(now=dialect.now)} AND {narrowed}
+                WHERE {due.format(now=dialect.now)} AND {narrowed}{inside}
                 ORDER BY {key}, id
                 LIMIT {room}
-                {dialect.lock_skipping}
+                {dialect.lock_skipping}"""
+        if scoped:
+            scan = f"""
+                SELECT found.*, scope.turn FROM scope CROSS JOIN LATERAL ({scan}
+                ) AS found"""
+        scans.append(f"""
+            {name}_rows AS MATERIALIZED ({scan}
             )""")
     commit = "set_config('synchronous_commit', 'off', true)" if lazy_commit else "'on'"
     shared = ", ".join(f"e.{name}" for name in _SHARED)
     content = "".join(f", {_content(name, 'e', dialect)}" for name in queue.content)
     chosen, place = "pending_rows", "due"
     if len(order) > 1:
-        chosen, place = "chosen", "place"
+        chosen, place = "chosen", "turn, p.place" if scoped else "place"
+        kept = ("id", "leased_by", "turn") if scoped else ("id", "leased_by")
         every = " UNION ALL ".join(f"SELECT * FROM {name}_rows" for name in order)
         # By way of arrays, since the planner takes an array for ten rows: it then looks each
         # id up in the primary key. Its guess for a LIMIT that it cannot read is a tenth of
@@ -310,14 +456,15 @@ def _postgres_claim(  # noqa: PLR0917  positional, for the cache
             picked AS (
                 SELECT *, row_number() OVER reading AS place, sum(size) OVER reading - size AS before
                 FROM ({every}) AS due_rows
-                WINDOW reading AS (ORDER BY scan, due, id ROWS UNBOUNDED PRECEDING)
+                WINDOW reading AS (ORDER BY {"turn, " if scoped else ""}scan, due, id ROWS UNBOUNDED PRECEDING)
             ),
             chosen AS (
                 SELECT p.*
                 FROM (
-                    SELECT array_agg(id ORDER BY place) AS ids, array_agg(leased_by ORDER BY place) AS holders
+                    SELECT {", ".join(f"array_agg({name} ORDER BY place) AS {name}s" for name in kept)}
                     FROM picked WHERE before < %s
-                ) AS lists, unnest(ids, holders) WITH ORDINALITY AS p(id, leased_by, place)
+                ) AS lists, unnest({", ".join(f"{name}s" for name in kept)}) WITH ORDINALITY
+                    AS p({", ".join(kept)}, place)
             )""")
     return f"""
         WITH {",".join(scans)},

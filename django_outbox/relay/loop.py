@@ -278,21 +278,14 @@ class Relay:
 
     def _claim(self, lane: Lane, limit: int, *, fresh: bool) -> tuple[list[engine.Lease], bool]:
         """Claim up to so many rows, scope by scope; return them, and whether there may be more."""
-        leases: list[engine.Lease] = []
-        more = False
-        for scope, most in lane.work.scopes(limit, using=self.using):
-            room = limit - len(leases)
-            if room <= 0:
-                return leases, True
-            leases += lane.claimer.claim(
-                min(room, most),
-                lease_seconds=lane.settings.lease_seconds,
-                scope=scope,
-                spare_expired=time.monotonic() < lane.spare_until,
-                fresh=fresh and not scope,
-            )
-            more = more or lane.claimer.more
-        return leases, more
+        leases = lane.claimer.claim_scopes(
+            lane.work.scopes(limit, using=self.using),
+            limit,
+            lease_seconds=lane.settings.lease_seconds,
+            spare_expired=time.monotonic() < lane.spare_until,
+            fresh=fresh,
+        )
+        return leases, lane.claimer.more
 
     def _take(self, lane: Lane, leases: Sequence[engine.Lease]) -> int:
         """Put claimed rows in flight and hand them to the threads; return how many were claimed."""

@@ -14,9 +14,10 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -29,6 +30,7 @@ from django_outbox.retry import Schedule
 from django_outbox.testing import travel
 from tests.concurrency.helpers import DEADLINE_SECONDS, Worker, eventually, together
 from tests.conftest import RawConnect
+from tests.testapp.models import PARCELS, Parcel
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -92,6 +94,35 @@ def test_no_row_is_claimed_by_two_relays() -> None:
     claimed.update(lease.id for lease in claim(200))
     assert claimed == Counter(ids)
     assert set(OutboxEvent.objects.values_list("attempts", "fence")) == {(1, 1)}
+
+
+def test_no_row_of_many_scopes_is_claimed_by_two_relays() -> None:
+    """The same, each claiming from all scopes at once, in orders of their own."""
+    carriers = [uuid4() for _ in range(8)]
+    created = datetime(2026, 1, 1, tzinfo=UTC)
+    parcels = [Parcel(id=engine.new_id(), created_at=created, carrier=carrier) for carrier in carriers * 15]
+    ids = [parcel.id for parcel in Parcel.objects.bulk_create(parcels)]
+
+    def relay(name: str) -> Callable[[], list[UUID]]:
+        def work() -> list[UUID]:
+            claimer = engine.Claimer(PARCELS, holder=name, using=USING)
+            scopes = [({"carrier": carrier}, 2) for carrier in random.sample(carriers, len(carriers))]
+            mine: list[UUID] = []
+            misses = 0
+            while misses < 3:
+                leases = claimer.claim_scopes(scopes, 100, lease_seconds=60)
+                misses = 0 if leases else misses + 1
+                mine += [lease.id for lease in leases]
+            return mine
+
+        return work
+
+    claimed = Counter(id_ for mine in together(*(relay(f"relay-{n}") for n in range(4))) for id_ in mine)
+    assert set(claimed.values()) == {1}
+    rest = engine.Claimer(PARCELS, holder="relay-9", using=USING)
+    claimed.update(lease.id for lease in rest.claim(200, lease_seconds=60))
+    assert claimed == Counter(ids)
+    assert set(Parcel.objects.values_list("attempts", "fence")) == {(1, 1)}
 
 
 def test_rows_whose_lease_ran_out_go_to_one_successor_each() -> None:

@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from django.db import DataError, OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from django_outbox import lease as engine
 from django_outbox.events import EVENTS
@@ -192,6 +193,89 @@ def test_neither_new_rows_nor_retries_starve_in_a_scope_whose_turn_is_always_the
         turns.claim(2, lease_seconds=60, scope={"lane": 1})
     # By chance: one in thirty million that either had no turn.
     assert set(statuses) == {"pending", "waiting"}
+
+
+def test_scopes_are_claimed_from_in_their_order_and_each_brings_no_more_than_its_own() -> None:
+    first, second = uuid4(), uuid4()
+    mine = {carrier: insert(5, carrier=carrier) for carrier in (second, first)}
+    insert(5, carrier=uuid4())
+    turns = claimer()
+    scopes = [({"carrier": first}, 2), ({"carrier": uuid4()}, 3), ({"carrier": second}, 9)]
+    leases = turns.claim_scopes(scopes, 100, lease_seconds=60)
+    assert [lease.id for lease in leases] == [*mine[first][:2], *mine[second]]
+    assert {(lease.fence, lease.attempts) for lease in leases} == {(1, 1)}
+    assert turns.more is True  # the first has more than it was asked for
+    leases = turns.claim_scopes([({"carrier": first}, 9), ({"carrier": second}, 9)], 100, lease_seconds=60)
+    assert [lease.id for lease in leases] == mine[first][2:]
+    assert turns.more is False
+
+
+def test_no_scope_is_taken_that_there_is_no_room_for() -> None:
+    carriers = [uuid4() for _ in range(6)]
+    for carrier in carriers:
+        insert(2, carrier=carrier)
+    coming = iter([({"carrier": carrier}, 4) for carrier in carriers])
+    turns = claimer()
+    # Room for what three may bring; they bring two each, so there is room for the fourth and fifth.
+    assert len(turns.claim_scopes(coming, 10, lease_seconds=60)) == 10
+    assert turns.more is True
+    assert list(coming) == [({"carrier": carriers[5]}, 4)]
+
+
+def test_scopes_of_several_columns_spare_leases_that_ran_out() -> None:
+    carrier = uuid4()
+    for lane in (0, 1):
+        insert(2, lane=lane, carrier=carrier)
+    scopes = [({"lane": lane, "carrier": carrier}, 1) for lane in (1, 0)]
+    assert [lease.content["lane"] for lease in claimer().claim_scopes(scopes, 10, lease_seconds=60)] == [1, 0]
+    with travel(seconds=61):
+        turns = claimer("relay-2")
+        scopes = [(scope, 9) for scope, _ in scopes]
+        leases = turns.claim_scopes(scopes, 100, lease_seconds=60, spare_expired=True)
+        assert [(lease.content["lane"], lease.suspect) for lease in leases] == [(1, False), (0, False)]
+        leases = turns.claim_scopes(scopes, 100, lease_seconds=60)
+        assert [(lease.content["lane"], lease.suspect) for lease in leases] == [(1, True), (0, True)]
+
+
+def test_dead_rows_get_a_quarter_of_what_a_scope_brings_and_all_that_nobody_else_wants() -> None:
+    busy, quiet, empty = uuid4(), uuid4(), uuid4()
+    dead = {"status": "dead", "due_at": LONG_AGO, "dead_at": LONG_AGO}
+    insert(20, carrier=busy)
+    insert(20, carrier=busy, **dead)
+    insert(3, carrier=quiet, **dead)
+    turns = claimer()
+    scopes = [({"carrier": busy}, 8), ({"carrier": quiet}, 1), ({"carrier": empty}, 1)]
+    counts = Counter((lease.status, lease.id) for lease in turns.claim_scopes(scopes, 100, lease_seconds=60))
+    assert Counter(status for status, _ in counts) == {"pending": 6, "dead": 3}
+
+
+def test_neither_new_rows_nor_retries_starve_in_any_of_several_scopes() -> None:
+    for lane in (0, 1):
+        insert(60, lane=lane)
+        insert(60, lane=lane, status="waiting", due_at=LONG_AGO)
+    turns = claimer()
+    kinds = Counter[tuple[int, str]]()
+    for _ in range(25):
+        leases = turns.claim_scopes([({"lane": 0}, 2), ({"lane": 1}, 2)], 100, lease_seconds=60)
+        kinds.update((lease.content["lane"], lease.status) for lease in leases)
+    # By chance: one in fifteen million that either had no turn.
+    assert set(kinds) == {(lane, status) for lane in (0, 1) for status in ("pending", "waiting")}
+
+
+@pytest.mark.postgres
+def test_many_scopes_take_one_statement_which_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django_outbox.lease.claim.CLAIM_BYTES", 10_000)
+    carriers = [uuid4() for _ in range(20)]
+    for carrier in carriers:
+        insert(3, carrier=carrier, body="".join(str(uuid4()) for _ in range(30)))
+    turns = claimer()
+    scopes = [({"carrier": carrier}, 3) for carrier in carriers]
+    with CaptureQueriesContext(connection) as queries:
+        leases = turns.claim_scopes(scopes, 500, lease_seconds=60)
+    assert len(queries) == 1
+    assert 8 <= len(leases) <= 12
+    assert turns.more is True
+    assert len({lease.id for lease in leases} | {lease.id for lease in claim()}) == 60
 
 
 def test_a_claim_may_spare_rows_whose_lease_ran_out() -> None:

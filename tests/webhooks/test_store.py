@@ -125,6 +125,8 @@ def test_turns_and_claims_read_no_whole_table() -> None:
         with connection.execute_wrapper(note):
             store.turns(UUID(int=0), limit=64, using="default")
             claimer.claim(4, lease_seconds=330, scope={"endpoint_id": other.pk})
+            scopes = [({"endpoint_id": endpoint.pk}, 4) for endpoint in (busy, other)]
+            assert len(claimer.claim_scopes(scopes, 100, lease_seconds=330)) == 4
         for sql, params in statements:
             with connection.cursor() as cursor:
                 cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params)
