@@ -129,6 +129,7 @@ def _behind_nat64(address: IPv6Address) -> IPv4Address:
     return IPv4Address(int(address) & 0xFFFF_FFFF)
 
 
+@lru_cache(maxsize=4_096)
 def may_reach(address: str, settings: WebhookSettings) -> bool:
     """Return whether a request may go to an address: public or allowed by the settings, and not denied by them."""
     try:

@@ -21,7 +21,7 @@ from django.db import connections, transaction
 from django_outbox import lease as engine
 from django_outbox import wake
 from django_outbox.lease.prepared import fetch
-from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, table_of
+from django_outbox.lease.vendors import Dialect, SQLite, dialect_of, statement, table_of
 from django_outbox.webhooks.health import Health
 
 ENDPOINT_DISABLED: Final = "endpoint_disabled"
@@ -300,24 +300,10 @@ def open_attempt(lease: engine.Lease, target: Target, *, probe: bool, using: str
     commit does not wait for the disk: a server that loses power may forget the last
     half second of attempts, and no delivery.
     """
-    dialect, deliveries, endpoints, attempts = _tables(using)
-    attempt_id = engine.new_id()
-    now = dialect.now
-    rested = f"""(e.paused_until IS NULL OR e.paused_until <= {now})
-        AND (e.open_seconds = 0 OR e.open_until IS NULL)"""
     connection = connections[using]
-    cast, mode = ("", "") if isinstance(dialect, SQLite) else ("::uuid", " CROSS JOIN commit_mode")
-    lazy = "" if connection.in_atomic_block or not mode else "set_config('synchronous_commit', 'off', true)"
-    commit_mode = f"WITH commit_mode AS MATERIALIZED (SELECT {lazy or '1'})" if mode else ""
-    sql = f"""
-        INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
-        {commit_mode}
-        SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
-        JOIN {endpoints} AS e ON e.id = d.endpoint_id{mode}
-        WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')
-            AND e.enabled AND e.url = %s AND e.sealed_secrets = %s AND e.sealed_headers = %s
-            {"" if probe else f"AND {rested}"}
-        RETURNING id"""
+    dialect = dialect_of(connection)
+    attempt_id = engine.new_id()
+    sql = _open_attempt(using, dialect, not connection.in_atomic_block, probe)
     params = [
         dialect.id_param(attempt_id),
         dialect.id_param(lease.id),
@@ -328,6 +314,28 @@ def open_attempt(lease: engine.Lease, target: Target, *, probe: bool, using: str
         target.sealed_headers,
     ]
     return attempt_id if fetch(connection, sql, params, prepare=True) else None
+
+
+@statement
+def _open_attempt(using: str, dialect: Dialect, lazy_commit: bool, probe: bool) -> str:  # noqa: FBT001  positional, for the cache
+    """Return the statement; both primary keys serve it."""
+    _, deliveries, endpoints, attempts = _tables(using)
+    rested = f"""AND (e.paused_until IS NULL OR e.paused_until <= {dialect.now})
+        AND (e.open_seconds = 0 OR e.open_until IS NULL)"""
+    cast = mode = commit_mode = ""
+    if not isinstance(dialect, SQLite):
+        cast, mode = "::uuid", " CROSS JOIN commit_mode"
+        lazy = "set_config('synchronous_commit', 'off', true)" if lazy_commit else "1"
+        commit_mode = f"WITH commit_mode AS MATERIALIZED (SELECT {lazy})"
+    return f"""
+        INSERT INTO {attempts} (id, delivery_id, number, fence, started_at)
+        {commit_mode}
+        SELECT %s{cast}, d.id, d.attempts, d.fence, {dialect.clock} FROM {deliveries} AS d
+        JOIN {endpoints} AS e ON e.id = d.endpoint_id{mode}
+        WHERE d.id = %s AND d.fence = %s AND d.leased_by = %s AND d.status NOT IN ('done', 'failed')
+            AND e.enabled AND e.url = %s AND e.sealed_secrets = %s AND e.sealed_headers = %s
+            {"" if probe else rested}
+        RETURNING id"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

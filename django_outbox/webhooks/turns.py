@@ -57,6 +57,19 @@ class _Load:
 
 
 @dataclass(slots=True)
+class _Choice:
+    """An endpoint whose turn it is, as the look saw it."""
+
+    slow: bool
+    suspect: bool
+    moment: float
+    target: store.Target | None
+
+
+_NO_CHOICE: Final = _Choice(slow=False, suspect=False, moment=0.0, target=None)
+
+
+@dataclass(slots=True)
 class _Room:
     """How many requests more may start at endpoints that may hold their threads for long."""
 
@@ -72,7 +85,7 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loads: dict[UUID, _Load] = {}
-        self._chosen: dict[UUID, tuple[bool, bool]] = {}
+        self._chosen: dict[UUID, _Choice] = {}
         self._probing: set[UUID] = set()
         self._probes: set[UUID] = set()
         self._seen: dict[UUID, tuple[float, store.Target]] = {}
@@ -157,16 +170,14 @@ class Turns:
             left.slow -= free if slow else 0
             left.suspect -= free if suspect else 0
             with self._lock:
-                self._chosen[turn.endpoint_id] = (slow, suspect)
+                self._chosen[turn.endpoint_id] = _Choice(slow, suspect, time.monotonic(), turn.target)
         return free
 
     def _choose(self, turn: store.Turn) -> None:
         self._last = turn.endpoint_id
-        with self._lock:
-            if turn.half_open:
+        if turn.half_open:
+            with self._lock:
                 self._probing.add(turn.endpoint_id)
-            if turn.target is not None:
-                self._seen[turn.endpoint_id] = (time.monotonic(), turn.target)
 
     def _note_next(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
@@ -184,7 +195,11 @@ class Turns:
                 endpoint_id = endpoint_of(lease)
                 load = self._loads.setdefault(endpoint_id, _Load())
                 load.started[lease.id] = now
-                load.slow, load.suspect = self._chosen.get(endpoint_id, (False, False))
+                choice = self._chosen.get(endpoint_id, _NO_CHOICE)
+                load.slow, load.suspect = choice.slow, choice.suspect
+                if choice.target is not None:
+                    # Now and not when it was chosen: what lands between takes it away.
+                    self._seen[endpoint_id] = (choice.moment, choice.target)
                 if endpoint_id in self._probing:
                     self._probing.discard(endpoint_id)
                     self._probes.add(lease.id)
