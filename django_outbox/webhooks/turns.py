@@ -91,6 +91,8 @@ class Turns:
         self._seen: dict[UUID, tuple[float, store.Target]] = {}
         self._holds: dict[UUID, tuple[float, float]] = {}
         self._last = _FIRST
+        self._few = True
+        """Whether all endpoints with deliveries to come may stand on one page; it is then read from its beginning."""
         self._looked_at = 0.0
         self._next_at: float | None = None
 
@@ -138,19 +140,30 @@ class Turns:
     def _round(self, using: str) -> Iterator[store.Turn]:
         """Go once through all endpoints with deliveries to come, from the one after the last served."""
         start = after = self._last
+        if self._few:
+            found, more = store.turns(_FIRST, limit=_PAGE, using=using)
+            self._few = more is None
+            if self._few:
+                yield from sorted(found, key=lambda turn: turn.endpoint_id <= start)
+                return
         wrapped = start == _FIRST
+        seen = 0
         while True:
             found, more = store.turns(after, limit=_PAGE, using=using)
+            seen += len(found)
             for turn in found:
                 if after < start and turn.endpoint_id > start:
-                    return
+                    break
                 yield turn
-            if more is not None:
-                after = more
-            elif wrapped:
-                return
             else:
-                wrapped, after = True, _FIRST
+                if more is not None:
+                    after = more
+                    continue
+                if not wrapped:
+                    wrapped, after = True, _FIRST
+                    continue
+            self._few = seen < _PAGE
+            return
 
     def _free(self, turn: store.Turn, settings: WebhookSettings, left: _Room) -> int:
         """Return how many more of an endpoint's rows may start, and take their places."""

@@ -79,10 +79,11 @@ def test_no_more_than_three_former_secrets_are_kept_and_none_beyond_its_time() -
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize("page", [3, 64])
 def test_every_endpoint_with_work_gets_its_turn_from_the_one_after_the_last(
-    work: WebhookWork, monkeypatch: pytest.MonkeyPatch
+    work: WebhookWork, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:
-    monkeypatch.setattr("django_outbox.webhooks.turns._PAGE", 3)
+    monkeypatch.setattr("django_outbox.webhooks.turns._PAGE", page)
     made = endpoints(8)
     for _ in range(3):
         fan_out(event())
