@@ -90,6 +90,8 @@ class Lane:
         self.hungry = False
         """Whether the last claim was ended by its limit, so that more may be due."""
         self.woken = True
+        self.freed = False
+        """Whether rows landed since the last look, where that can make others claimable."""
         self.look_at = 0.0
         """When to look for due rows even if nobody wakes us; a reading of the monotonic clock."""
         self.due_at = 0.0

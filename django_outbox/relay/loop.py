@@ -173,7 +173,10 @@ class Relay:
             # It may fall due, or the event that announces its death is.
             self._wake(lane.work.queue.name)
             self._wake("events")
-        elif (lane.hungry and lane.wants_more()) or lane.work.look_when_landed:
+        elif lane.work.look_when_landed:
+            lane.freed = True
+            self._signal.set()
+        elif lane.hungry and lane.wants_more():
             lane.woken = True
             self._signal.set()
         elif self.mode == "drain" and not self.held():
@@ -224,9 +227,11 @@ class Relay:
         if self._stopping:
             return False
         now = time.monotonic()
-        return now >= lane.look_at or (lane.woken and now >= lane.floor_at)
+        return now >= lane.look_at or lane.freed or (lane.woken and now >= lane.floor_at)
 
     def _next_look(self, lane: Lane) -> float:
+        if lane.freed:
+            return 0.0
         if lane.woken:
             return min(lane.look_at, lane.floor_at)
         return lane.look_at
@@ -234,7 +239,8 @@ class Relay:
     def _look(self, lane: Lane) -> int:
         """Claim what is due in a queue and hand it out; return how many rows came, and note when to look again."""
         woken, lane.woken = lane.woken, False
-        if lane.ask_only and not woken:
+        freed, lane.freed = lane.freed, False
+        if lane.ask_only and not woken and not freed:
             self._ask(lane)
             return 0
         asked = min(lane.room(), CLAIM_LIMIT)
@@ -258,8 +264,9 @@ class Relay:
             if woken:
                 lane.look_at = min(lane.look_at, now + ASK_AFTER_SECONDS)
         # One wake-up for nothing is ordinary: its row was claimed with the one before it.
-        # A second in a row may be one of many, and they are answered all at once.
-        lane.empty = 0 if claimed or asked <= 0 else lane.empty + 1
+        # A second in a row may be one of many, and they are answered all at once. Of rows that
+        # land there are not many.
+        lane.empty = 0 if claimed or freed or asked <= 0 else lane.empty + 1
         lane.floor_at = now + EMPTY_FLOOR_SECONDS if lane.empty > 1 else 0.0
         if lane.empty > 1:
             lane.look_at = max(lane.look_at, lane.floor_at)

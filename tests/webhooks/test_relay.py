@@ -85,6 +85,34 @@ def test_no_more_requests_are_under_way_at_an_endpoint_than_its_cap(
     assert WebhookAttempt.objects.count() == 12
 
 
+def test_a_row_that_lands_frees_its_place_however_often_was_looked_in_vain(
+    receiver: Server, endpoint_for: MakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks in vain put off the answer to a wake-up, here for ever; the receiver holds the first request till then."""
+    monkeypatch.setattr("django_outbox.relay.loop.EMPTY_FLOOR_SECONDS", 3_600.0)
+    endpoint = endpoint_for(receiver, webhooks={"ENDPOINT_CONCURRENCY": 1})
+    looked = threading.Event()
+
+    def behave(connection: socket.socket, request: Request) -> None:
+        looked.wait(10)
+        answer(200)(connection, request)
+
+    receiver.behaviour = behave
+    prove(endpoint)
+    owe(endpoint.pk, 2)
+    with running_relay() as running:
+        receiver.wait_for(1)
+        (lane,) = [lane for lane in running.relay.lanes if lane.work.queue.name == "webhooks"]
+
+        def put_off() -> bool:
+            running.relay._wake("webhooks")
+            return lane.floor_at > time.monotonic() + 60
+
+        eventually(put_off)
+        looked.set()
+        running.wait_for(done=2)
+
+
 def test_a_silent_endpoint_does_not_keep_its_neighbours_waiting(
     receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, settings: Any
 ) -> None:
