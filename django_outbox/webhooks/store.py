@@ -31,6 +31,8 @@ UNWANTED: Final = (ENDPOINT_DISABLED, ENDPOINT_GONE, ENDPOINT_MISSING)
 """Reasons of deliveries that nobody misses: quiet, and purged after `UNWANTED_DAYS`."""
 
 UNWANTED_SECONDS: Final = 30 * 86_400.0
+HELD_SECONDS: Final = 5.0
+"""After so long an endpoint is looked at again, all of whose deliveries were under way at the last look."""
 
 
 def _model(name: str) -> Any:
@@ -244,12 +246,11 @@ def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | No
     found = []
     for given, pending, waiting, dead, streak, mean, proven, *columns in rows:
         moments = [float(each) for each in (None if pending is None else 0.0, waiting, dead) if each is not None]
-        if not moments:
-            continue  # all of them are in some relay's hands
         found.append(
             Turn(
                 endpoint_id=dialect.id_value(given),
-                due_seconds=max(0.0, min(moments)),
+                # All of them may be in some relay's hands, and that relay may be gone.
+                due_seconds=max(0.0, min(moments, default=HELD_SECONDS)),
                 target=None if columns[0] is None else Target.of(columns),
                 slow=columns[0] is not None and Health(streak=streak, mean_seconds=mean).slow,
                 proven=bool(proven),

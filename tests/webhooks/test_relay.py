@@ -176,6 +176,21 @@ def test_what_a_pause_holds_back_is_sent_when_it_ends(receiver: Server, endpoint
     assert WebhookDelivery.objects.filter(status="done", attempts=1).count() == 1
 
 
+def test_what_a_killed_relay_held_is_sent_when_its_lease_is_over_and_not_at_the_poll(
+    receiver: Server, endpoint_for: MakeEndpoint, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("django_outbox.webhooks.store.HELD_SECONDS", 0.2)
+    endpoint = endpoint_for(receiver)
+    settings.OUTBOX = {**settings.OUTBOX, "POLL_SECONDS": 60}
+    owe(endpoint.pk, 1)
+    (lease,) = engine.Claimer(store.DELIVERIES, holder="killed", using="default").claim(1, lease_seconds=2)
+    with running_relay() as running:
+        (request,) = receiver.wait_for(1)
+        running.wait_for(done=1)
+    assert not lease.current()
+    assert request.header("X-Outbox-Attempt") == "2"
+
+
 def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
     receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
