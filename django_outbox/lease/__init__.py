@@ -21,7 +21,6 @@ from django_outbox.lease.claim import Claimer, next_due_seconds
 from django_outbox.lease.due import Scope, due_scopes
 from django_outbox.lease.enqueue import insert_rows, insert_values, keep_rows
 from django_outbox.lease.insert import insert_events
-from django_outbox.lease.lanes import due_lanes, known_lanes
 from django_outbox.lease.operate import DISCARDABLE, RETRYABLE, Backlog, backlog, discard, purge, rename_handler, retry
 from django_outbox.lease.rows import (
     Clock,
@@ -71,7 +70,6 @@ __all__ = [
     "backlog",
     "database_now",
     "discard",
-    "due_lanes",
     "due_scopes",
     "holder_name",
     "insert_events",
@@ -79,7 +77,6 @@ __all__ = [
     "insert_tasks",
     "insert_values",
     "keep_rows",
-    "known_lanes",
     "new_id",
     "new_ids",
     "next_due_seconds",

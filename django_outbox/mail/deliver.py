@@ -20,7 +20,7 @@ from django_outbox.conf import EMAIL_LEASE_MARGIN_SECONDS, EmailSettings, get_se
 from django_outbox.delivery import Cause, Result, SingleRun, Work
 from django_outbox.errors import clean_error, clean_text
 from django_outbox.mail import compat, store
-from django_outbox.mail.backend import DIRECT, PRIORITIES, delivering, queue_mailers
+from django_outbox.mail.backend import delivering
 from django_outbox.mail.codec import decode
 from django_outbox.mail.store import EMAILS
 from django_outbox.mail.transport import SendFailed, Sent, Transport, sends_mime
@@ -35,8 +35,7 @@ PAUSE_MIN_SECONDS: Final = 5.0
 PAUSE_MAX_SECONDS: Final = 300.0
 REFUSALS_TO_BREAK: Final = 5
 """Refusals for good in a row, of one code and to different recipients, that make a backend's fault of them."""
-ALIASES_SECONDS: Final = 30.0
-"""How old may be what is known of the aliases under which rows are queued."""
+LANE: Final = ("priority", "backend_alias")
 
 
 # --- what the process knows of a backend -----------------------------------------------------------------------------
@@ -353,8 +352,6 @@ class EmailWork(Work):
         self.backends = Backends()
         self._kept = _Kept()
         self._unsettled: dict[UUID, threading.Event] = {}
-        self._seen: set[str] = set()
-        self._seen_at = float("-inf")
         self._sweep_after: UUID | None = None
         self._using: str | None = None
 
@@ -405,13 +402,20 @@ class EmailWork(Work):
     def scopes(self, room: int, *, using: str) -> Iterable[tuple[Mapping[str, Any], int]]:
         """Return the lanes of the backends that do not rest, urgent ones first, where something is due."""
         self._using = using
+        due = sorted(scope.values for scope in self._lanes(using) if scope.seconds <= 0)
+        return [(dict(zip(LANE, values, strict=True)), min(room, CHUNK)) for values in due]
+
+    def next_due_seconds(self, *, using: str) -> float | None:
+        """Return when something is due, or when a backend has rested."""
+        moments = [*self.backends.paused().values(), *(scope.seconds for scope in self._lanes(using))]
+        return min(moments, default=None)
+
+    def _lanes(self, using: str) -> list[engine.Scope]:
+        """Return the lanes with something due, now or later, but for those of backends that rest."""
         paused = self.backends.paused()
-        lanes = [
-            {"priority": priority, "backend_alias": alias}
-            for priority in PRIORITIES.values()
-            for alias in sorted(self._aliases(using) - paused.keys())
-        ]
-        return [(lane, min(room, CHUNK)) for lane in engine.due_lanes(self.queue, lanes, using=using)]
+        # Not prepared: an import of many emails changes what the best plan is.
+        scopes = engine.due_scopes(self.queue, LANE, using=using, prepare=False)
+        return [scope for scope in scopes if scope.values[1] not in paused]
 
     def claimed(self, leases: Sequence[engine.Lease]) -> None:
         """Load what the claimed emails say, in one statement for all of them."""
@@ -426,21 +430,6 @@ class EmailWork(Work):
         for lease in leases:
             if lease.id in found:
                 lease.content[_DOCUMENT] = found[lease.id]
-
-    def _aliases(self, using: str) -> set[str]:
-        """Return the aliases that rows may bear: those of the settings, and those in the table."""
-        now = time.monotonic()
-        if now - self._seen_at > ALIASES_SECONDS:
-            lanes = engine.known_lanes(self.queue, ("priority", "backend_alias"), using=using)
-            self._seen = {alias for _, alias in lanes}
-            self._seen_at = now
-        return {DIRECT, *filter(None, queue_mailers().values()), *self._seen}
-
-    def next_due_seconds(self, *, using: str) -> float | None:
-        """Return when something is due, or when a backend has rested."""
-        paused = self.backends.paused()
-        due = engine.next_due_seconds(self.queue, using=using, excluding={"backend_alias": sorted(paused)})
-        return min([*paused.values(), *([] if due is None else [due])], default=None)
 
     def announce(self, settled: engine.Settled, status: str) -> engine.NewRow:
         """Return the event that says that an email is dead or failed. It holds nothing of what the email says."""

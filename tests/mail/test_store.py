@@ -215,16 +215,25 @@ def test_two_transactions_with_the_same_attachments_do_not_wait_for_one_another(
 # --- the engine's part
 
 
-def test_lanes_are_found_and_only_those_with_something_due() -> None:
+def test_lanes_are_served_urgent_ones_first_and_only_where_something_is_due() -> None:
     queue(1, priority="bulk")
+    queue(1, priority="urgent")
     queue(2, delay=3600)
     OutboxEmail.objects.filter(priority=2).update(backend_alias="other")
-    assert engine.known_lanes(EMAILS, ("priority", "backend_alias"), using="default") == {(1, "default"), (2, "other")}
-    lanes = [{"priority": p, "backend_alias": alias} for p in (0, 1, 2) for alias in ("default", "other")]
-    assert engine.due_lanes(EMAILS, lanes, using="default") == [{"priority": 2, "backend_alias": "other"}]
+    work = EmailWork(lambda type_: "{}")
+
+    def lanes() -> list[tuple[Any, ...]]:
+        return [tuple(scope.values()) for scope, _ in work.scopes(500, using="default")]
+
+    assert lanes() == [(0, "default"), (2, "other")]
+    work.backends.pause("other", reason="a test")
+    assert lanes() == [(0, "default")]
     with travel(hours=2):
-        assert len(engine.due_lanes(EMAILS, lanes, using="default")) == 2
-    assert engine.due_lanes(EMAILS, [], using="default") == []
+        assert lanes() == [(0, "default"), (1, "default")]
+    OutboxEmail.objects.filter(priority=0).delete()
+    due = work.next_due_seconds(using="default")
+    assert due is not None
+    assert 0 < due <= 5.0  # the rest of the backend, which ends before the delay
 
 
 @pytest.mark.postgres
