@@ -61,6 +61,9 @@ def mail_enqueue(bench: Bench) -> Iterator[Line]:
                 taken[kind].append(time.perf_counter() - began)
         for kind, times in taken.items():
             added[kind].append((median(times) - median(taken["none"])) * 1e6)
+    with connection.cursor() as cursor:
+        # No relay of a later workload is to send them.
+        cursor.execute(f"TRUNCATE {TABLES}, django_outbox_event")
     yield compared(
         "mail_enqueue: time a mail adds; reference an event", added["mail"], added["event"], unit="us", at_most=3.0
     )

@@ -214,25 +214,25 @@ def test_a_retry_is_made_at_its_time_and_not_at_the_poll(calls: Calls, outbox: C
 def test_a_retry_is_made_at_its_time_while_one_wake_up_follows_another(calls: Calls) -> None:
     """Claims that follow a wake-up take new rows alone, nobody tells of this one, and the poll is a minute off."""
     on_event(TYPE, name="one")(lambda event: calls.add(event.id))
-    until = 0.0
+    enough = threading.Event()
 
     def keep_waking() -> None:
-        while time.monotonic() < until:
+        while not enough.wait(0.001):
             wake.notify("default")
-            time.sleep(0.001)
 
     with running_relay() as running:
         emit()
         running.wait_for(done=1)
         eventually(lambda: running.relay.lanes[0].due_at > time.monotonic())  # it asked, and knows of nothing
-        until = time.monotonic() + 2
         waking = Worker(keep_waking)
-        (retry,) = emit(delay=3_600)
-        due_at = datetime.now(UTC) + timedelta(seconds=0.5)
-        OutboxEvent.objects.filter(id=retry).update(status="waiting", due_at=due_at)
-        calls.wait_for(2)
-        assert time.monotonic() < until
-        waking.result()
+        try:
+            (retry,) = emit(delay=3_600)
+            due_at = datetime.now(UTC) + timedelta(seconds=0.5)
+            OutboxEvent.objects.filter(id=retry).update(status="waiting", due_at=due_at)
+            calls.wait_for(2)
+        finally:
+            enough.set()
+            waking.result()
 
 
 def test_a_backlog_is_claimed_in_large_pieces_while_its_rows_land_one_by_one(calls: Calls) -> None:
