@@ -280,7 +280,8 @@ class Relay:
         if due is not None and now < lane.spare_until:
             due = max(due, SPARING_FLOOR_SECONDS)
         in_sight = due is not None and due <= poll
-        lane.ask_only = lane.work.asks_database and not in_sight
+        # A drain ends with a look that claims nothing, so a question is not enough for one.
+        lane.ask_only = self.mode == "serve" and lane.work.asks_database and not in_sight
         lane.look_at = lane.due_at = now + (due if due is not None and in_sight else poll)
 
     def _claim(self, lane: Lane, limit: int, *, fresh: bool) -> tuple[list[engine.Lease], bool]:

@@ -25,7 +25,7 @@ from django_outbox.delivery import Result, SingleRun, Work
 from django_outbox.models import OutboxEvent
 from django_outbox.relay import WORK
 from django_outbox.testing import drain
-from tests.concurrency.helpers import DEADLINE_SECONDS, Worker, eventually, running_relay
+from tests.concurrency.helpers import DEADLINE_SECONDS, RunningRelay, Worker, eventually, running_relay
 from tests.concurrency.test_relay import LONG_AGO, TYPE, Calls, Held, _writes_locked, emit
 from tests.conftest import RawConnect
 from tests.testapp.models import PARCELS, Parcel
@@ -152,6 +152,23 @@ def test_a_scope_that_is_left_out_waits_and_keeps_nobody_awake(parcels: ParcelWo
         wake.notify("default", queue="parcels")
         running.wait_for(done=5)
     assert calls.counts() == Counter(open_ + closed)
+
+
+def test_a_drain_ends_after_what_a_handler_queued_elsewhere(parcels: ParcelWork, calls: Calls) -> None:
+    """The other queue was looked at before, and nothing was due in it then."""
+    parcels.perform = calls.add
+    running: list[RunningRelay] = []
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        eventually(lambda: running and running[0].relay.lanes[-1].look_at)
+        insert()
+
+    emit()
+    running.append(RunningRelay(mode="drain"))
+    assert running[0].end() == 0
+    assert len(calls.made) == 1
+    assert statuses() == {"done": 1}
 
 
 def test_a_refused_row_is_given_back_with_its_attempt(parcels: ParcelWork, calls: Calls) -> None:
