@@ -146,7 +146,8 @@ class Lane:
 
     def only_new_is_due(self, now: float) -> bool:
         """Return whether a claim of new rows only will do, and count on it that one is made."""
-        if now >= self.due_at or (self.fresh_since and now - self.fresh_since > FRESH_FOR_SECONDS):
+        # Where the last claim left some, a few at a time would not keep the threads busy.
+        if self.hungry or now >= self.due_at or (self.fresh_since and now - self.fresh_since > FRESH_FOR_SECONDS):
             self.fresh_since = 0.0
             return False
         self.fresh_since = self.fresh_since or now

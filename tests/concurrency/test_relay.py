@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 from uuid import UUID
 
@@ -258,6 +259,28 @@ def test_a_backlog_is_claimed_in_large_pieces_while_its_rows_land_one_by_one(cal
         running.wait_for(done=3_000, seconds=60)
     assert set(calls.counts().values()) == {1}
     assert len([size for size in sizes if size]) <= 30, sizes
+
+
+def test_a_claim_of_new_rows_that_left_some_is_followed_by_a_whole_one_whoever_wakes_it(calls: Calls) -> None:
+    on_event(TYPE, name="one")(lambda event: calls.add(event.id))
+    with running_relay() as running:
+        lane = running.relay.lanes[0]
+        emit()
+        running.wait_for(done=1)
+        eventually(lambda: lane.due_at > time.monotonic())  # it asked, and knows of nothing
+        claim, made = lane.claimer.claim, []
+
+        def noted(*args: Any, fresh: bool = False, **options: Any) -> list[engine.Lease]:
+            running.relay._wake("events")
+            leases = claim(*args, fresh=fresh, **options)
+            made.append((fresh, lane.claimer.more))
+            return leases
+
+        lane.claimer.claim = noted  # type: ignore[method-assign]
+        emit(200)
+        running.wait_for(done=201)
+    assert (True, True) in made
+    assert not [one for one, next_ in pairwise(made) if one[1] and next_[0]], made
 
 
 def test_what_a_handler_emits_is_delivered_at_once() -> None:
