@@ -123,6 +123,8 @@ class Turns:
                     self._note_next(1.0)
                     continue
                 self._choose(turn)
+                # Nothing comes of it while its rows are locked, and nobody tells when they no longer are.
+                self._note_next(store.HELD_SECONDS)
                 yield {"endpoint_id": turn.endpoint_id}, free
             # Else one of its rows has to land first, which wakes the claim loop.
 

@@ -17,7 +17,7 @@ from django_outbox.handlers import register_builtin_handlers
 from django_outbox.models import OutboxEvent, WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from django_outbox.webhooks import WebhookWork, store
 from tests.concurrency.helpers import ended, eventually, running_relay
-from tests.conftest import StartPython
+from tests.conftest import RawConnect, StartPython
 from tests.webhooks.conftest import MakeEndpoint, prove
 from tests.webhooks.servers import Request, Server, answer, silent_port
 
@@ -189,6 +189,23 @@ def test_what_a_killed_relay_held_is_sent_when_its_lease_is_over_and_not_at_the_
         running.wait_for(done=1)
     assert not lease.current()
     assert request.header("X-Outbox-Attempt") == "2"
+
+
+@pytest.mark.postgres
+def test_what_somebody_had_locked_at_the_look_is_sent_soon_and_not_at_the_poll(
+    receiver: Server, endpoint_for: MakeEndpoint, settings: Any, raw_connect: RawConnect
+) -> None:
+    endpoint = endpoint_for(receiver)
+    settings.OUTBOX = {**settings.OUTBOX, "POLL_SECONDS": 60}
+    owe(endpoint.pk, 1)
+    session = raw_connect()
+    session.execute("BEGIN")
+    session.execute("SELECT FROM django_outbox_webhook_delivery FOR UPDATE")
+    with running_relay() as running:
+        (lane,) = [lane for lane in running.relay.lanes if lane.work.queue.name == "webhooks"]
+        eventually(lambda: lane.look_at > time.monotonic() + 1)  # it found nothing to claim, and sleeps
+        session.execute("COMMIT")
+        running.wait_for(done=1)
 
 
 def test_an_idle_relay_looks_for_webhooks_no_more_often_than_it_must(
