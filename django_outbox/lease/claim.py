@@ -140,10 +140,10 @@ class Claimer:
         """
         Lease up to ``limit`` due rows, scope by scope: of each at most as many as stand beside it.
 
-        As `claim` for each of them, but with one statement for many on PostgreSQL, which is
-        then bounded in bytes as a whole. Scopes are taken from the iterable as long as there
-        is room for what they may bring, so one that is taken is claimed from. ``fresh`` holds
-        for a scope that is the whole queue.
+        As `claim` for each of them, but with one statement for many on PostgreSQL, and bounded
+        in bytes as a whole: then the last scopes bring less than they have, or nothing. Scopes
+        are taken from the iterable as long as there is room for what they may bring. ``fresh``
+        holds for a scope that is the whole queue.
         """
         leases: list[Lease] = []
         more = False
@@ -152,7 +152,7 @@ class Claimer:
             while batch := _taken(group, room=limit - len(leases), most=together if columns else 1):
                 leases += self._claim_batch(batch, lease_seconds, spare_expired=spare_expired, fresh=fresh)
                 more = more or self.more
-                if len(leases) >= limit:
+                if len(leases) >= limit or self._size(leases) >= CLAIM_BYTES // 2:
                     self.more = True
                     return leases
         self.more = more

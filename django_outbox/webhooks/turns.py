@@ -205,6 +205,9 @@ class Turns:
     def claimed(self, leases: Sequence[engine.Lease]) -> None:
         """Count rows under way, and note which of them are probes."""
         now = time.monotonic()
+        if leases:
+            # A claim that is full of big bodies brings nothing from the last that were chosen: they come next.
+            self._last = endpoint_of(leases[-1])
         with self._lock:
             for lease in leases:
                 endpoint_id = endpoint_of(lease)

@@ -18,6 +18,7 @@ from django_outbox.testing import drain
 from django_outbox.webhooks import WebhookWork, create_endpoint, disable_endpoint, fan_out, rotate_secret, store
 from django_outbox.webhooks.box import secrets_in_force, unseal
 from django_outbox.webhooks.health import End
+from django_outbox.webhooks.turns import endpoint_of
 from tests.concurrency.helpers import together
 from tests.webhooks.conftest import MakeEndpoint, secret_of
 from tests.webhooks.servers import Server, answer
@@ -97,6 +98,25 @@ def test_every_endpoint_with_work_gets_its_turn_from_the_one_after_the_last(
     assert [scope["endpoint_id"] for scope, _ in work.scopes(100, using="default")] == ids
     work.turns._last = ids[4]
     assert [scope["endpoint_id"] for scope, _ in work.scopes(100, using="default")] == [*ids[5:], *ids[:5]]
+
+
+@pytest.mark.django_db
+def test_big_bodies_of_some_endpoints_do_not_keep_the_others_waiting(work: WebhookWork) -> None:
+    """A claim is full with what three endpoints have, whose rows have landed by the next one."""
+    made = endpoints(12)
+    WebhookEndpoint.objects.update(last_success_at=made[0].created_at)
+    for _ in range(20):
+        fan_out(event())
+    WebhookDelivery.objects.update(body="x" * 1_000_000)
+    claimer = engine.Claimer(store.DELIVERIES, holder="relay-1", using="default")
+    served: set[UUID] = set()
+    for _ in range(6):
+        leases = claimer.claim_scopes(work.scopes(200, using="default"), 200, lease_seconds=330)
+        assert claimer.more
+        served.update(endpoint_of(lease) for lease in leases)
+        work.claimed(leases)
+        work.landed(leases)
+    assert served == {endpoint.pk for endpoint in made}
 
 
 @pytest.mark.django_db
