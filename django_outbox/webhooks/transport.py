@@ -32,7 +32,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, InvalidHeader
 from urllib3.util.ssl_ import create_urllib3_context
 
 __all__ = ["RESPONSE_LIMIT", "Answer", "send"]
@@ -403,6 +403,8 @@ def _fault(error: BaseException) -> tuple[str, str]:
         (ssl.SSLError, "tls"),
         (RemoteDisconnected, "connection"),
         (HTTPException, "protocol"),
+        # Of an answer; one of a request is requests' own, of the same name.
+        (InvalidHeader, "protocol"),
         (OSError, "connection"),
     ):
         # The innermost one knows best; requests' own errors are OSErrors too.
@@ -431,7 +433,7 @@ def _words(error: BaseException) -> str:
             words = f"TLS failed: {error.reason or name}"
         case RemoteDisconnected():
             words = "the server closed the connection without an answer"
-        case HTTPException():
+        case HTTPException() | InvalidHeader():
             words = f"the answer is not HTTP: {name}"
         case _:
             words = f"the connection failed: {getattr(error, 'strerror', None) or name}"

@@ -241,6 +241,14 @@ def test_a_hostile_server_cannot_hurt(case: dict[str, Any], authority: Authority
         assert got.error
 
 
+def test_an_answer_of_two_lengths_is_a_fault_of_the_answer_and_not_of_the_request() -> None:
+    with Server() as server:
+        server.behaviour = raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5, 6\r\n\r\nhello")
+        got = post(server.port)
+    assert (got.status, got.code) == (None, "protocol")
+    assert "answer" in got.error
+
+
 @pytest.mark.parametrize("status", [101, 199, 600, 999])
 def test_a_status_that_ends_no_request_is_a_broken_protocol(status: int) -> None:
     with Server(answer(status)) as server:
