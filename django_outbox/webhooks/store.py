@@ -259,21 +259,35 @@ def turns(after: UUID, *, limit: int, using: str) -> tuple[list[Turn], UUID | No
     return found, dialect.id_value(rows[-1][0]) if len(rows) == limit else None
 
 
-def take_probe(endpoint_id: UUID, *, seconds: float, using: str) -> bool:
+def take_probe(endpoint_id: UUID, *, seconds: float, using: str) -> str | None:
     """
-    Take the one request that a half-open breaker lets through, among all relays; return whether it is ours.
+    Take the one request that a half-open breaker lets through, among all relays.
 
-    The breaker is closed to others for ``seconds``: a relay that dies with the request
-    keeps it no longer.
+    Return until when it is ours, for `give_probe_back`, or ``None``. The breaker is closed to
+    others for ``seconds``: a relay that dies with the request keeps it no longer.
     """
     dialect, _, endpoints, _ = _tables(using)
     with connections[using].cursor() as cursor:
         cursor.execute(
             f"""UPDATE {endpoints} SET open_until = {dialect.after("%s")}
-                WHERE id = %s AND open_seconds > 0 AND open_until <= {dialect.now}""",
+                WHERE id = %s AND open_seconds > 0 AND open_until <= {dialect.now}
+                RETURNING CAST(open_until AS text)""",
             [seconds, dialect.id_param(endpoint_id)],
         )
-        return bool(cursor.rowcount)
+        row = cursor.fetchone()
+    return None if row is None else str(row[0])
+
+
+def give_probe_back(endpoint_id: UUID, until: str, *, using: str) -> None:
+    """Let any relay take a probe of which no request came; ``until`` is what `take_probe` returned."""
+    dialect, _, endpoints, _ = _tables(using)
+    with connections[using].cursor() as cursor:
+        # What a settle has written of the breaker since stands.
+        cursor.execute(
+            f"""UPDATE {endpoints} SET open_until = {dialect.now}
+                WHERE id = %s AND open_seconds > 0 AND CAST(open_until AS text) = %s""",
+            [dialect.id_param(endpoint_id), until],
+        )
 
 
 # --- attempts

@@ -86,7 +86,8 @@ class Turns:
         self._lock = threading.Lock()
         self._loads: dict[UUID, _Load] = {}
         self._chosen: dict[UUID, _Choice] = {}
-        self._probing: set[UUID] = set()
+        self._probing: dict[UUID, str] = {}
+        """Until when the probes that were taken last, and of which no row was claimed yet, are ours."""
         self._probes: set[UUID] = set()
         self._seen: dict[UUID, tuple[float, store.Target]] = {}
         self._holds: dict[UUID, tuple[float, float]] = {}
@@ -111,18 +112,17 @@ class Turns:
             # All look-ups hang; a delivery that starts now would only wait for one.
             self._note_next(1.0)
             return
+        self._give_probes_back(using)
         left = self._begin(now, threads)
         for turn in self._round(using):
             wait = max(turn.due_seconds, turn.wait_seconds, self._hold_left(turn.endpoint_id))
             if wait > 0:
                 self._note_next(wait)
             elif (free := self._free(turn, settings, left)) > 0:
-                if turn.half_open and not store.take_probe(
-                    turn.endpoint_id, seconds=_probe_seconds(settings), using=using
-                ):
+                if turn.half_open and not self._take_probe(turn.endpoint_id, settings, using):
                     self._note_next(1.0)
                     continue
-                self._choose(turn)
+                self._last = turn.endpoint_id
                 # Nothing comes of it while its rows are locked, and nobody tells when they no longer are.
                 self._note_next(store.HELD_SECONDS)
                 yield {"endpoint_id": turn.endpoint_id}, free
@@ -131,7 +131,6 @@ class Turns:
     def _begin(self, now: float, threads: int) -> _Room:
         with self._lock:
             self._chosen.clear()
-            self._probing.clear()
             slow = suspect = 0
             for load in self._loads.values():
                 stalled = load.stalled(now)
@@ -188,11 +187,17 @@ class Turns:
                 self._chosen[turn.endpoint_id] = _Choice(slow, suspect, time.monotonic(), turn.target)
         return free
 
-    def _choose(self, turn: store.Turn) -> None:
-        self._last = turn.endpoint_id
-        if turn.half_open:
+    def _take_probe(self, endpoint_id: UUID, settings: WebhookSettings, using: str) -> bool:
+        until = store.take_probe(endpoint_id, seconds=_probe_seconds(settings), using=using)
+        if until is not None:
             with self._lock:
-                self._probing.add(turn.endpoint_id)
+                self._probing[endpoint_id] = until
+        return until is not None
+
+    def _give_probes_back(self, using: str) -> None:
+        """Give back what was taken for rows that were then locked, or not claimed for others' big bodies."""
+        while self._probing:
+            store.give_probe_back(*self._probing.popitem(), using=using)
 
     def _note_next(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
@@ -219,7 +224,7 @@ class Turns:
                     # Now and not when it was chosen: what lands between takes it away.
                     self._seen[endpoint_id] = (choice.moment, choice.target)
                 if endpoint_id in self._probing:
-                    self._probing.discard(endpoint_id)
+                    del self._probing[endpoint_id]
                     self._probes.add(lease.id)
 
     def landed(self, leases: Sequence[engine.Lease]) -> None:

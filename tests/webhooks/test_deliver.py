@@ -589,6 +589,30 @@ def test_deliveries_of_a_deleted_endpoint_end_quietly_and_go_after_a_month(
         assert work.purge(using="default", limit=100) == 1
 
 
+def test_a_probe_of_which_no_request_came_is_given_back(
+    receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork
+) -> None:
+    """Its row was locked, say; but a breaker that was opened anew meanwhile stays open."""
+    endpoint = endpoint_for(receiver)
+    fan_out(event())
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    WebhookEndpoint.objects.update(open_seconds=30, open_until=past, streak=5)
+    scope = {"endpoint_id": endpoint.pk}
+    assert list(work.scopes(10, using="default")) == [(scope, 1)]
+    assert list(work.scopes(10, using="default")) == [(scope, 1)]
+    work.claimed(engine.Claimer(DELIVERIES, holder="relay-1", using="default").claim(1, lease_seconds=330, scope=scope))
+    fan_out(event())
+    assert list(work.scopes(10, using="default")) == []
+    WebhookEndpoint.objects.update(open_until=past)
+    work.turns._loads.clear()
+    assert list(work.scopes(10, using="default")) == [(scope, 1)]
+    ahead = datetime.now(UTC) + timedelta(seconds=600)
+    WebhookEndpoint.objects.update(open_until=ahead)
+    assert list(work.scopes(10, using="default")) == []
+    endpoint.refresh_from_db()
+    assert endpoint.open_until == ahead
+
+
 def test_done_deliveries_go_with_their_attempts(
     receiver: Server, endpoint_for: MakeEndpoint, work: WebhookWork
 ) -> None:
