@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from django_outbox.lease.prepared import fetch
 from django_outbox.lease.rows import Clock, Lease, Queue
@@ -148,13 +148,20 @@ class Claimer:
         leases: list[Lease] = []
         more = False
         together = 1 if connections[self.using].vendor == "sqlite" else SCOPES_LIMIT
-        for columns, group in groupby(scopes, key=_columns):
-            while batch := _taken(group, room=limit - len(leases), most=together if columns else 1):
-                leases += self._claim_batch(batch, lease_seconds, spare_expired=spare_expired, fresh=fresh)
-                more = more or self.more
-                if len(leases) >= limit or self._size(leases) >= CLAIM_BYTES // 2:
-                    self.more = True
-                    return leases
+        try:
+            for columns, group in groupby(scopes, key=_columns):
+                while batch := _taken(group, room=limit - len(leases), most=together if columns else 1):
+                    leases += self._claim_batch(batch, lease_seconds, spare_expired=spare_expired, fresh=fresh)
+                    more = more or self.more
+                    if len(leases) >= limit or self._size(leases) >= CLAIM_BYTES // 2:
+                        self.more = True
+                        return leases
+        except (DatabaseError, InterfaceError):
+            # What is leased already must not wait for the end of its lease. The next claim meets
+            # the same trouble, if it is still there; in a caller's transaction nothing is leased now.
+            if not leases or connections[self.using].in_atomic_block:
+                raise
+            more = True
         self.more = more
         return leases
 

@@ -210,6 +210,20 @@ def test_scopes_are_claimed_from_in_their_order_and_each_brings_no_more_than_its
     assert turns.more is False
 
 
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_what_was_leased_before_a_claim_failed_is_not_left_to_its_lease() -> None:
+    carrier = uuid4()
+    mine = insert(2, carrier=carrier)
+    turns = claimer()
+    refused = ({"lane": "no number"}, 2)
+    leases = turns.claim_scopes([({"carrier": carrier}, 9), refused], 100, lease_seconds=60)
+    assert [lease.id for lease in leases] == mine
+    assert turns.more is True
+    with pytest.raises(DataError):
+        turns.claim_scopes([({"carrier": carrier}, 9), refused], 100, lease_seconds=60)
+
+
 def test_no_scope_is_taken_that_there_is_no_room_for() -> None:
     carriers = [uuid4() for _ in range(6)]
     for carrier in carriers:
