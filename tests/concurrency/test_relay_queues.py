@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from django_outbox import Event, on_event, wake
 from django_outbox import lease as engine
@@ -278,8 +278,9 @@ def test_time_limits_are_watched_while_a_renewal_waits_for_the_database(
 
 
 def _leased_by_another() -> UUID:
-    (id_,) = emit()
-    OutboxEvent.objects.filter(id=id_).update(lease_until=LONG_AGO, leased_by="other", fence=1, attempts=1)
+    with transaction.atomic():  # a relay that runs must not have it before
+        (id_,) = emit()
+        OutboxEvent.objects.filter(id=id_).update(lease_until=LONG_AGO, leased_by="other", fence=1, attempts=1)
     return id_
 
 
