@@ -74,6 +74,7 @@ class Result:
 
 
 SUCCESS: Final = Result()
+"""What a step that returned nothing came to; one object for all of them, made once."""
 
 
 # --- the cause of what is written meanwhile --------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class EventRun:
             if handler.name not in self._running:
                 return
             self._running.remove(handler.name)
-            if not result.error:
+            if result.ok:
                 now = self.lease.clock.text()
                 for name in handler.names:
                     self.delivered[name] = now

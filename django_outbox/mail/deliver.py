@@ -36,6 +36,7 @@ PAUSE_MAX_SECONDS: Final = 300.0
 REFUSALS_TO_BREAK: Final = 5
 """Refusals for good in a row, of one code and to different recipients, that make a backend's fault of them."""
 LANE: Final = ("priority", "backend_alias")
+"""The columns by which emails are claimed apart; the lower the priority's number, the sooner."""
 
 
 # --- what the process knows of a backend -----------------------------------------------------------------------------
