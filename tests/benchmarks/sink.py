@@ -5,22 +5,26 @@ from __future__ import annotations
 import socket
 import socketserver
 
-_REPLIES = {b"EHLO": b"250-sink\r\n250 8BITMIME\r\n", b"DATA": b"354 go on\r\n", b"QUIT": b"221 bye\r\n"}
+_REPLIES = {b"EHLO": b"250-sink\r\n250-PIPELINING\r\n250 8BITMIME\r\n", b"DATA": b"354 go on\r\n"}
+_END = b"\r\n.\r\n"
 
 
-class _Sink(socketserver.StreamRequestHandler):
+class _Sink(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.wfile.write(b"220 sink\r\n")
-        while line := self.rfile.readline():
-            verb = line[:4].upper()
-            self.wfile.write(_REPLIES.get(verb, b"250 ok\r\n"))
-            if verb == b"QUIT":
-                return
-            if verb == b"DATA":
-                while self.rfile.readline() not in {b".\r\n", b""}:
-                    pass
-                self.wfile.write(b"250 taken\r\n")
+        self.request.sendall(b"220 sink\r\n")
+        got, in_body = b"", False
+        while more := self.request.recv(65_536):
+            got += more
+            # What came with one packet is answered with one.
+            replies = []
+            while (end := got.find(_END if in_body else b"\r\n")) >= 0:
+                line, got = got[:end], got[end + (len(_END) if in_body else 2) :]
+                verb = line[:4].upper()
+                replies.append(b"250 taken\r\n" if in_body else _REPLIES.get(verb, b"250 ok\r\n"))
+                in_body = not in_body and verb == b"DATA"
+            if replies:
+                self.request.sendall(b"".join(replies))
 
 
 class _Server(socketserver.ThreadingTCPServer):

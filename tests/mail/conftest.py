@@ -61,24 +61,31 @@ def no_test_outbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def smtp(settings: Any, no_test_outbox: None) -> Iterator[RealServer]:
     """Deliver to a real server."""
     with real_server() as server:
-        _point_to(settings, server.port)
+        point_to(settings, server.port)
         yield server
 
 
-@pytest.fixture
-def scripted(settings: Any, no_test_outbox: None) -> Iterator[Callable[[Script], ScriptedServer]]:
-    """Return a function that starts a scripted server and has mail delivered to it."""
+@pytest.fixture(params=[False, True], ids=["by turns", "pipelining"])
+def scripted(
+    settings: Any, no_test_outbox: None, request: pytest.FixtureRequest
+) -> Iterator[Callable[[Script], ScriptedServer]]:
+    """
+    Return a function that starts a scripted server and has mail delivered to it.
+
+    Once it is one that gets each command when it has answered the last, and once one that gets
+    a message's commands at once.
+    """
     with ExitStack() as stack:
 
         def start(script: Script) -> ScriptedServer:
-            server = stack.enter_context(scripted_server(script))
-            _point_to(settings, server.port)
+            server = stack.enter_context(scripted_server(script, pipelining=request.param))
+            point_to(settings, server.port)
             return server
 
         yield start
 
 
-def _point_to(settings: Any, port: int, **email: Any) -> None:
+def point_to(settings: Any, port: int, **email: Any) -> None:
     settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", port
     settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "EMAIL": {"BACKEND": SMTP, **email}}
 

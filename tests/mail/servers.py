@@ -86,6 +86,8 @@ class ScriptedServer:
 
     port: int
     script: Script
+    pipelining: bool = False
+    """Whether it says that it takes commands without waiting for their replies."""
     received: list[Received] = field(default_factory=list)
     sessions: int = 0
     commands: list[str] = field(default_factory=list)
@@ -102,9 +104,9 @@ _ORDINARY = {
 
 
 @contextmanager
-def scripted_server(script: Script) -> Iterator[ScriptedServer]:
+def scripted_server(script: Script, *, pipelining: bool = False) -> Iterator[ScriptedServer]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = ScriptedServer(listener.getsockname()[1], script)
+    server = ScriptedServer(listener.getsockname()[1], script, pipelining)
     closing = threading.Event()
     threads: list[threading.Thread] = []
 
@@ -157,12 +159,16 @@ class _Conversation:
             if verb == "MAIL":
                 self.talk.messages += 1
                 self.talk.recipients = []
-                self.sender = _address(line)
+                self.sender = ""
             reply = self.say(verb, line)
+            if verb == "MAIL" and reply.startswith("250"):
+                self.sender = _address(line)
             if verb == "RCPT" and reply.startswith("25"):
                 self.talk.recipients.append(_address(line))
             if verb == "DATA" and reply.startswith("354"):
                 body = _body(self.stream)
+                if body is None:
+                    return
                 reply = self.say("BODY")
                 if reply.startswith("250"):
                     self.server.received.append(Received(self.sender, list(self.talk.recipients), body))
@@ -171,7 +177,7 @@ class _Conversation:
     def say(self, verb: str, line: str = "") -> str:
         """Answer a command; return the reply, or nothing once the connection is over."""
         self.server.commands.append(line or verb)
-        reply = self.server.script(self.talk, verb, line) or _ORDINARY.get(verb, "250 2.0.0 ok")
+        reply = self.server.script(self.talk, verb, line) or self._ordinary(verb)
         if reply == "silence":
             self._wait_until_given_up()
             return ""
@@ -182,6 +188,15 @@ class _Conversation:
             self.closing.wait(float(seconds))
         self.client.sendall(reply.encode() + b"\r\n")
         return reply
+
+    def _ordinary(self, verb: str) -> str:
+        if verb == "RCPT" and not self.sender:
+            return "503 5.5.1 MAIL first"
+        if verb == "DATA" and not self.talk.recipients:
+            return "554 5.5.1 no valid recipients"
+        if verb == "EHLO" and self.server.pipelining:
+            return _ORDINARY[verb].replace("\r\n", "\r\n250-PIPELINING\r\n", 1)
+        return _ORDINARY.get(verb, "250 2.0.0 ok")
 
     def _wait_until_given_up(self) -> None:
         while not self.closing.wait(0.02):
@@ -194,9 +209,12 @@ def _address(line: str) -> str:
     return line.partition("<")[2].partition(">")[0]
 
 
-def _body(stream: Any) -> bytes:
+def _body(stream: Any) -> bytes | None:
+    """Return a message's text, or ``None`` if it never ended."""
     lines = []
-    while (line := stream.readline()) not in {b".\r\n", b""}:
+    while (line := stream.readline()) != b".\r\n":
+        if not line:
+            return None
         lines.append(line[1:] if line.startswith(b"..") else line)
     return b"".join(lines)
 

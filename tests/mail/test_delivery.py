@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -19,8 +23,8 @@ from django_outbox.conf import get_settings
 from django_outbox.mail import EMAILS, EmailWork, enqueue_email
 from django_outbox.models import OutboxEmail, OutboxEmailContent, OutboxEvent
 from django_outbox.testing import drain, travel
-from tests.mail.conftest import message
-from tests.mail.servers import RealServer, Script, ScriptedServer, Talk
+from tests.mail.conftest import message, point_to
+from tests.mail.servers import RealServer, Script, ScriptedServer, Talk, scripted_server
 
 pytestmark = pytest.mark.django_db
 
@@ -198,6 +202,102 @@ def test_one_refused_message_leaves_the_connection_to_the_next(
     email = rows()["user2"]
     assert (email.failure_kind, email.last_code, email.attempts) == (kind, reply[:3], 1)
     assert not email.maybe_sent
+
+
+@contextmanager
+def pipelined(settings: Any, script: Script) -> Iterator[ScriptedServer]:
+    """Deliver to a server that gets a message's commands at once."""
+    with scripted_server(script, pipelining=True) as server:
+        point_to(settings, server.port)
+        yield server
+
+
+def test_commands_are_sent_at_once_where_the_server_takes_them_so(settings: Any, no_test_outbox: None) -> None:
+    """A server that answers nothing before it has read DATA would wait for ever for a client that goes step by step."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        point_to(settings, listener.getsockname()[1])
+        got: list[bytes] = []
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client, client.makefile("rb") as stream:
+                client.settimeout(20)
+                client.sendall(b"220 hello\r\n")
+                stream.readline()
+                client.sendall(b"250-hello\r\n250-SIZE 1000000\r\n250 PIPELINING\r\n")
+                got.extend(stream.readline() for _ in range(4))
+                client.sendall(b"250 ok\r\n250 ok\r\n250 ok\r\n354 go on\r\n")
+                while stream.readline() != b".\r\n":
+                    pass
+                client.sendall(b"250 kept\r\n")
+                stream.readline()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        enqueue_email(message(to=["a@example.com", "b@example.com"]))
+        assert drain() == {"done": 1}
+        thread.join(10)
+    assert [re.sub(rb"size=\d+", b"size=N", line) for line in got] == [
+        b"mail FROM:<shop@example.com> size=N\r\n",
+        b"rcpt TO:<a@example.com>\r\n",
+        b"rcpt TO:<b@example.com>\r\n",
+        b"data\r\n",
+    ]
+
+
+def test_many_recipients_are_given_one_by_one(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django_outbox.mail.transport.MOST_AHEAD", 2)
+    server = scripted(lambda session, verb, line: None)
+    enqueue_email(message(to=[f"user{number}@example.com" for number in range(3)]))
+    assert drain() == {"done": 1}
+    assert recipients(server) == [["user0", "user1", "user2"]]
+
+
+@pytest.mark.parametrize("refused", ["MAIL", "RCPT"])
+def test_a_server_that_would_take_a_refused_message_all_the_same_gets_none(
+    settings: Any, no_test_outbox: None, refused: str
+) -> None:
+    """RFC 2920, 3.1: DATA may be answered with 354 although every recipient was refused."""
+
+    def script(talk: Talk, verb: str, line: str) -> str | None:
+        if verb == refused and talk.messages == 2:
+            return "550 5.1.1 not this one"
+        return "354 go on" if verb == "DATA" else None
+
+    with pipelined(settings, script) as server:
+        queue(1, 2, 3)
+        assert drain() == {"done": 2, "failed": 1}
+    assert recipients(server) == [["user1"], ["user3"]]
+    assert statuses() == {"user1": "done", "user2": "failed", "user3": "done"}
+    assert rows()["user2"].last_code == "550"
+    assert server.sessions == 2
+
+
+@pytest.mark.parametrize("verb_refused", ["MAIL", "RCPT", "DATA"])
+def test_replies_to_what_follows_a_refused_command_are_not_taken_for_others(
+    settings: Any, no_test_outbox: None, verb_refused: str
+) -> None:
+    def script(talk: Talk, verb: str, line: str) -> str | None:
+        return "550 5.7.1 not this one" if verb == verb_refused and talk.messages == 2 else None
+
+    with pipelined(settings, script) as server:
+        queue(1, 2, 3)
+        assert drain() == {"done": 2, "failed": 1}
+    assert recipients(server) == [["user1"], ["user3"]]
+    assert "550 5.7.1" in rows()["user2"].last_error
+    assert server.sessions == 1
+
+
+def test_a_session_that_ends_amid_the_replies_is_not_used_again(settings: Any, no_test_outbox: None) -> None:
+    def script(talk: Talk, verb: str, line: str) -> str | None:
+        return "421 4.3.2 going down" if to(line, "user2@") and talk.number == 1 else None
+
+    with pipelined(settings, script) as server:
+        enqueue_email(message(1))
+        enqueue_email(message(2, to=["user2@example.com", "user9@example.com"]))
+        assert drain() == {"done": 2}
+    assert recipients(server) == [["user1"], ["user2", "user9"]]
+    assert server.sessions == 2
 
 
 def test_a_transient_failure_follows_the_schedule_until_the_email_is_dead(scripted: Start) -> None:
