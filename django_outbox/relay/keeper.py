@@ -38,7 +38,7 @@ class Keeper:
         self._slept = slept
         self._overloaded = overloaded
         self._busy = threading.Event()
-        self._ending = False
+        self._ended = threading.Event()
         self._shortest_lease = min(lane.settings.lease_seconds for lane in flights.lanes)
 
     def note_claimed(self) -> None:
@@ -47,7 +47,7 @@ class Keeper:
 
     def end(self) -> None:
         """End both threads."""
-        self._ending = True
+        self._ended.set()
         self._busy.set()
 
     def watch_until_ended(self) -> None:
@@ -70,15 +70,15 @@ class Keeper:
         """Let a moment pass, or all the time in which there is nothing to look after; return whether to go on."""
         if self._flights.held():
             began = time.monotonic()
-            time.sleep(TICK_SECONDS)
+            self._ended.wait(TICK_SECONDS)
             if time.monotonic() - began > max(self._shortest_lease / 3, 10 * TICK_SECONDS):
                 self._slept()
         else:
             # Cleared before the look, so that a claim in between is seen or wakes us.
             self._busy.clear()
-            if not self._flights.held() and not self._ending:
+            if not self._flights.held() and not self._ended.is_set():
                 self._busy.wait()
-        return not self._ending
+        return not self._ended.is_set()
 
     def renew(self, *, everything: bool = False) -> None:
         """Renew leases that are a third gone, or all; raises nothing for the database's sake."""
