@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_outbox.relay")
 
 SETTLE_LIMIT: Final = 500
-SETTLE_GATHER_SECONDS: Final = 0.005
+SETTLE_GATHER_SECONDS: Final = 0.01
 RETRY_MIN_SECONDS: Final = 0.05
 RETRY_MAX_SECONDS: Final = 2.0
 

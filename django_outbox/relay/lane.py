@@ -30,6 +30,15 @@ from django_outbox.relay.isolator import COROUTINE_GRACE_SECONDS
 logger = logging.getLogger("django_outbox.relay")
 
 CLAIM_LIMIT: Final = 500
+SMALL_CLAIM: Final = 100
+CLAIM_SECONDS: Final = 0.025
+"""
+A claim takes what the threads work off in about this time, between `SMALL_CLAIM` and `CLAIM_LIMIT` rows.
+
+Rows are made of its answer in one go, and no thread whose handler has waited for something can
+go on meanwhile. With handlers that wait 10 ms in 50 threads, 100 rows at a time make 3 % more
+events a second than 500; with those that do nothing, 500 make a tenth more than 100.
+"""
 IN_FLIGHT_LIMIT: Final = 1_500
 CLOGGED_SECONDS: Final = 1.0
 FRESH_FOR_SECONDS: Final = 0.25
@@ -139,10 +148,15 @@ class Lane:
         # Rows that wait for a stuck step or for the child process take no thread.
         return self.capacity() - (len(self.flights) - len(self.stuck) - self.isolated)
 
+    def claim_limit(self) -> int:
+        """Return how many rows to claim at once, room or not."""
+        rows = int(self.threads * CLAIM_SECONDS / max(self.row_seconds, 1e-6))
+        return min(max(rows, SMALL_CLAIM), CLAIM_LIMIT)
+
     def wants_more(self) -> bool:
         """Return whether a claim is worth its while: it gets many rows, or the threads are about to run out of them."""
         room = self.room()
-        return room > 0 and (room >= min(self.capacity() // 3, CLAIM_LIMIT) or len(self.ready) < self.threads)
+        return room > 0 and (room >= min(self.capacity() // 3, self.claim_limit()) or len(self.ready) < self.threads)
 
     def only_new_is_due(self, now: float) -> bool:
         """Return whether a claim of new rows only will do, and count on it that one is made."""

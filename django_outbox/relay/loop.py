@@ -18,7 +18,7 @@ from django_outbox.relay.deadlines import bound_statements
 from django_outbox.relay.flights import Flight, Flights
 from django_outbox.relay.isolator import Isolator
 from django_outbox.relay.keeper import Keeper
-from django_outbox.relay.lane import CLAIM_LIMIT, Lane
+from django_outbox.relay.lane import Lane
 from django_outbox.relay.queues import chosen
 
 logger = logging.getLogger("django_outbox.relay")
@@ -243,7 +243,7 @@ class Relay:
         if lane.ask_only and not woken and not freed:
             self._ask(lane)
             return 0
-        asked = min(lane.room(), CLAIM_LIMIT)
+        asked = min(lane.room(), lane.claim_limit())
         claimed = 0
         if asked > 0:
             fresh = woken and self.mode == "serve" and lane.only_new_is_due(time.monotonic())
