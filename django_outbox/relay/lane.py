@@ -120,6 +120,8 @@ class Lane:
         self._all = flights
         self._health = health
         self._slots: list[Slot] = []
+        self._manned = False
+        """Whether the handler threads were started."""
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ending = False
         self._withdrawn: Callable[[], bool] = lambda: False
@@ -127,10 +129,8 @@ class Lane:
     # --- the claim loop's side
 
     def start(self, *, stopping: Callable[[], bool]) -> None:
-        """Start the handler threads; once ``stopping`` they begin no other row."""
+        """Have rows delivered as they are offered; once ``stopping``, the threads begin no other."""
         self._withdrawn = stopping
-        for _ in range(self.threads):
-            self._add_thread()
 
     def end(self) -> None:
         """Have the threads end once they are free."""
@@ -170,6 +170,11 @@ class Lane:
     def offer(self, flights: Sequence[Flight]) -> None:
         """Hand rows to the threads."""
         self.ready.extend(flights)
+        if flights and not self._manned:
+            # A queue that nothing comes to costs no threads.
+            self._manned = True
+            for _ in range(self.threads):
+                self._add_thread()
         # One token wakes one thread, which then works until nothing is ready. More tokens than
         # threads would only be picked up for nothing.
         for _ in range(min(len(flights), self.threads - self._tokens.qsize())):

@@ -420,6 +420,19 @@ def test_an_error_that_no_database_can_store_costs_one_attempt_like_any_other(ca
     assert stored(id_).attempts == 3
 
 
+def test_a_queue_that_nothing_comes_to_costs_no_threads(calls: Calls) -> None:
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add("one")
+
+    emit()
+    with running_relay(threads=3) as running:
+        running.wait_for(done=1)
+        names = Counter(thread.name.rpartition("-")[0] for thread in threading.enumerate())
+    assert names["outbox-events"] == 3
+    assert not names.keys() & {"outbox-email", "outbox-webhooks", "outbox-tasks"}
+
+
 def test_a_rejected_delivery_is_not_tried_again(calls: Calls) -> None:
     @on_event(TYPE, name="one")
     def one(event: Event) -> None:
