@@ -93,7 +93,7 @@ def _end(work: Work, settled: engine.Settled, alias: str) -> str:
             announce=work.announce,
             along=work.along_on(alias),
         )
-        if (status := written.get(settled.lease.id, "lost")) != engine.LOCKED:
+        if (status := written.get(settled.lease, "lost")) != engine.LOCKED:
             return status
         time.sleep(0.05)  # another session's transaction has the row
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
 
 from django.db import (
     DatabaseError,
@@ -70,9 +69,9 @@ class _Update:
 
 def _guarded_update(
     connection: BaseDatabaseWrapper, *updates: _Update, lazy_commit: bool = False, skip_locked: bool = False
-) -> list[set[UUID]]:
+) -> list[set[int]]:
     """
-    Update the rows that their holders still hold; return the ids of each update's.
+    Update the rows that their holders still hold; return the ids of each update's, as integers.
 
     One statement on PostgreSQL, one transaction on SQLite, however many queues. A process
     that dies before it left the rows as they were, after it as they are now.
@@ -88,15 +87,15 @@ def _guarded_update(
             written = []
             for part, params in zip(parts, arguments, strict=True):
                 cursor.execute(_sqlite_update(*part), params)
-                written.append({dialect.id_value(row[0]) for row in cursor.fetchall()})
+                written.append({int(row[0], 16) for row in cursor.fetchall()})
             return written
     lazy = lazy_commit and not connection.in_atomic_block
     sql = _postgres_update(parts, lazy, skip_locked)
     few = sum(len(update.records) for update in updates) <= PREPARED_ROWS
     rows = fetch(connection, sql, list(chain.from_iterable(arguments)), prepare=few)
     if len(parts) == 1:
-        return [{row[0] for row in rows}]
-    return [{id_ for number, id_ in rows if number == position} for position in range(len(parts))]
+        return [{row[0].int for row in rows}]
+    return [{id_.int for number, id_ in rows if number == position} for position in range(len(parts))]
 
 
 @statement
@@ -176,12 +175,12 @@ def renew(leases: Mapping[Lease, Mapping[str, str]], *, using: str) -> list[Leas
         _guarded_update(connection, *updates, lazy_commit=True, skip_locked=True), groups.values(), strict=True
     ):
         for lease in group:
-            if lease.id in kept:
+            if lease.id.int in kept:
                 lease.deadline = started + lease.seconds
             else:
                 missing.append(lease)
     held = _still_held(connection, missing)
-    return [lease for lease in missing if lease.id not in held]
+    return [lease for lease in missing if lease not in held]
 
 
 def _by_holder(leases: Iterable[Lease]) -> dict[tuple[Queue, str], list[Lease]]:
@@ -191,18 +190,19 @@ def _by_holder(leases: Iterable[Lease]) -> dict[tuple[Queue, str], list[Lease]]:
     return groups
 
 
-def _still_held(connection: BaseDatabaseWrapper, leases: Iterable[Lease]) -> set[UUID]:
-    """Return the ids of the rows, among these, that are still their holders', locked or not."""
+def _still_held(connection: BaseDatabaseWrapper, leases: Iterable[Lease]) -> set[Lease]:
+    """Return those, among these, whose rows are still their holders', locked or not."""
     dialect = dialect_of(connection)
     source = dialect.records({"id": "uuid", "fence": "bigint"})
-    held: set[UUID] = set()
+    held: set[Lease] = set()
     for (queue, holder), group in _by_holder(leases).items():
         # The primary key serves the join.
         sql = f"SELECT e.id FROM {table_of(queue, connection)} AS e JOIN {source} ON {_GUARD}"
         document = json.dumps([_key(lease, dialect) for lease in group])
         with connection.cursor() as cursor:
             cursor.execute(sql, [document, holder])
-            held.update(dialect.id_value(row[0]) for row in cursor.fetchall())
+            found = {dialect.id_value(row[0]) for row in cursor.fetchall()}
+        held.update(lease for lease in group if lease.id in found)
     return held
 
 
@@ -341,11 +341,11 @@ def settle(
     announce: Announce | None = None,
     along: Along | None = None,
     again: bool = False,
-) -> dict[UUID, str]:
+) -> dict[Lease, str]:
     """
-    End the leases of one queue with their outcomes, each at most once; return the status written for each id.
+    End the leases of one queue with their outcomes, each at most once; return the status written for each.
 
-    Only the holder of a row's current fence can change it; a row that is missing from the
+    Only the holder of a row's current fence can change it; a lease that is missing from the
     answer was not written and never will be. Nobody is waited for: a row that is still held,
     but that somebody else has locked, is answered as `LOCKED`, and the caller tries it again
     later. The first time a row becomes dead or failed, and only if this call wrote that, the
@@ -364,12 +364,12 @@ def settle(
     records = [_Record.of(settled, schedule) for settled in batch]
     settling = _Settling(connection, announce, along)
     written = settling.settle(records)
-    missed = [item for item in records if item.settled.lease.id not in written]
+    missed = [item for item in records if item.settled.lease.id.int not in written]
     if again and missed:
         before = _settled_before(connection, missed)
         written |= before
-        missed = [item for item in missed if item.settled.lease.id not in before]
-    answer = {item.settled.lease.id: item.status for item in records if item.settled.lease.id in written}
+        missed = [item for item in missed if item.settled.lease.id.int not in before]
+    answer = {item.settled.lease: item.status for item in records if item.settled.lease.id.int in written}
     if missed and connection.vendor != "sqlite":
         answer |= dict.fromkeys(
             _still_held(connection, (item.settled.lease for item in missed)) - settling.hopeless, LOCKED
@@ -384,10 +384,10 @@ class _Settling:
     connection: BaseDatabaseWrapper
     announce: Announce | None
     along: Along | None
-    hopeless: set[UUID] = field(default_factory=set)
+    hopeless: set[Lease] = field(default_factory=set)
     """Rows to which nothing can be written: their leases run out, and their neighbours do not wait for them."""
 
-    def settle(self, records: Sequence[_Record]) -> set[UUID]:
+    def settle(self, records: Sequence[_Record]) -> set[int]:
         try:
             return self._write(records)
         except DatabaseError as error:
@@ -413,10 +413,10 @@ class _Settling:
             logger.critical(
                 "row cannot be settled queue=%s id=%s error=%s", lease.queue.name, lease.id, clean_error(error)
             )
-            self.hopeless.add(lease.id)
+            self.hopeless.add(lease)
             return set()
 
-    def _write(self, records: Sequence[_Record]) -> set[UUID]:
+    def _write(self, records: Sequence[_Record]) -> set[int]:
         connection = self.connection
         queue = records[0].settled.lease.queue
         announce, along = self.announce, self.along
@@ -426,9 +426,9 @@ class _Settling:
         with transaction.atomic(using=connection.alias):
             written = _write_statement(connection, queue, records)
             for item in deaths:
-                if item.settled.lease.id in written and announce is not None:
+                if item.settled.lease.id.int in written and announce is not None:
                     self._beside("announcement", [item], partial(self._insert_announcement, announce, item))
-            ours = [item for item in records if item.settled.lease.id in written]
+            ours = [item for item in records if item.settled.lease.id.int in written]
             if along is not None and ours:
                 self._beside("what goes along", ours, partial(along, [(item.settled, item.status) for item in ours]))
         return written
@@ -462,7 +462,7 @@ _OUTCOME: Final = (("status", "text"), ("delay", "float8"), ("refund", "int"), (
 _MAPS: Final = (("delivered", "jsonb"), ("failures", "jsonb"))
 
 
-def _write_statement(connection: BaseDatabaseWrapper, queue: Queue, records: Sequence[_Record]) -> set[UUID]:
+def _write_statement(connection: BaseDatabaseWrapper, queue: Queue, records: Sequence[_Record]) -> set[int]:
     dialect = dialect_of(connection)
     # Only the columns that this batch writes, in the queue's order, so that few texts occur.
     given = set().union(*(item.columns for item in records))
@@ -504,9 +504,9 @@ def _outcome_assignments(
     )
 
 
-def _settled_before(connection: BaseDatabaseWrapper, records: Sequence[_Record]) -> set[UUID]:
+def _settled_before(connection: BaseDatabaseWrapper, records: Sequence[_Record]) -> set[int]:
     """
-    Return the ids whose rows already bear these outcomes.
+    Return the ids, as integers, whose rows already bear these outcomes.
 
     A fence belongs to one claim, so a row with our fence, no holder and the status we
     meant to write was settled by us: the statement went through, its reply did not.
@@ -520,4 +520,4 @@ def _settled_before(connection: BaseDatabaseWrapper, records: Sequence[_Record])
     document = json.dumps([_key(item.settled.lease, dialect) | {"status": item.status} for item in records])
     with connection.cursor() as cursor:
         cursor.execute(sql, [document])
-        return {dialect.id_value(row[0]) for row in cursor.fetchall()}
+        return {dialect.id_value(row[0]).int for row in cursor.fetchall()}

@@ -111,9 +111,9 @@ class Flights:
         fresh = []
         with self.landed:
             for lease in leases:
-                known = lane.flights.get(lease.id)
+                known = lane.flights.get(lease.id.int)
                 if known is None:
-                    flight = lane.flights[lease.id] = Flight(lane, lease)
+                    flight = lane.flights[lease.id.int] = Flight(lane, lease)
                     fresh.append(flight)
                 else:
                     # Our own lease ran out while the row is still in our hands. The run in
@@ -167,8 +167,8 @@ class Flights:
         with self.landed:
             lane.counts.update(became)
             for flight in flights:
-                if lane.flights.get(flight.lease.id) is flight:
-                    del lane.flights[flight.lease.id]
+                if lane.flights.get(flight.lease.id.int) is flight:
+                    del lane.flights[flight.lease.id.int]
             self.landed.notify_all()
         lane.work.landed([flight.lease for flight in flights])
         self._when_landed(lane, due=False)
@@ -264,12 +264,12 @@ class Flights:
             return list(batch), False
         self._health.works()
         self.release([flight for flight, _ in released])
-        left = {lease for lease in fences if written.get(lease.id) == engine.LOCKED}
+        left = {lease for lease in fences if written.get(lease) == engine.LOCKED}
         well = not left
-        left |= self.reclaimed({lease for lease in fences if lease.id not in written}, fences)
+        left |= self.reclaimed({lease for lease in fences if lease not in written}, fences)
         anew = [item for item in ended if item[1].lease in left]
         ended = [item for item in ended if item[1].lease not in left]
-        became = [written.get(settled.lease.id, "lost") for _, settled in ended]
+        became = [written.get(settled.lease, "lost") for _, settled in ended]
         for status, (_, settled) in zip(became, ended, strict=True):
             if status == "lost":
                 logger.warning(

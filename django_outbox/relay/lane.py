@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
-from uuid import UUID
 
 from django_outbox import lease as engine
 from django_outbox.conf import QueueSettings
@@ -88,7 +87,8 @@ class Lane:
         self.settings: QueueSettings = work.settings()
         self.threads = work.threads = threads or self.settings.concurrency
         self.claimer = engine.Claimer(work.queue, holder=holder, using=flights.using)
-        self.flights: dict[UUID, Flight] = {}
+        self.flights: dict[int, Flight] = {}
+        """By the id of the row as an integer; the hash and the comparison of a UUID are Python code."""
         self.counts: Counter[str] = Counter()
         """Rows by what became of them: the status written, ``lost`` or ``released``."""
         self.ready: deque[Flight] = deque()

@@ -191,9 +191,9 @@ def test_a_settle_waits_for_nobody_and_says_which_rows_are_locked(raw_connect: R
         lock(other, ids[0])
         successor.execute(f"UPDATE {TABLE} SET fence = fence + 1, leased_by = 'relay-2' WHERE id = %s", [ids[3]])
         answer = Worker(lambda: engine.settle(batch, schedule=SCHEDULE, using=USING)).result()
-        assert answer == {ids[0]: engine.LOCKED, ids[1]: "done", ids[2]: "done", ids[3]: engine.LOCKED}
-    again = [settled for settled in batch if answer[settled.lease.id] == engine.LOCKED]
-    assert engine.settle(again, schedule=SCHEDULE, using=USING) == {ids[0]: "done"}
+        assert answer == dict(zip(leases, (engine.LOCKED, "done", "done", engine.LOCKED), strict=True))
+    again = [settled for settled in batch if answer[settled.lease] == engine.LOCKED]
+    assert engine.settle(again, schedule=SCHEDULE, using=USING) == {leases[0]: "done"}
     assert OutboxEvent.objects.get(id=ids[3]).leased_by == "relay-2"
 
 
@@ -288,12 +288,12 @@ def test_two_settles_of_one_lease_write_once() -> None:
     leases = claim()
     deadly = Schedule(max_attempts=1, base=0, cap=0, replay_every=None, replay_for=None)
 
-    def settle() -> dict[UUID, str]:
+    def settle() -> dict[engine.Lease, str]:
         return engine.settle([failed(lease) for lease in leases], schedule=deadly, using=USING, announce=announcement)
 
     answers = together(settle, settle, settle)
-    written = Counter(id_ for answer in answers for id_, status in answer.items() if status == "dead")
-    assert written == Counter(lease.id for lease in leases)
+    written = Counter(lease for answer in answers for lease, status in answer.items() if status == "dead")
+    assert written == Counter(leases)
     assert OutboxEvent.objects.filter(type="outbox.event.dead").count() == 10
 
 

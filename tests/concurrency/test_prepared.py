@@ -59,7 +59,7 @@ def one_round(claimer: engine.Claimer) -> list[str]:
         assert lease.id == id_
         assert engine.next_due_seconds(EVENTS, using=USING) == pytest.approx(60, abs=5)
         settled = engine.Settled(lease, engine.Done(), delivered={"one": "2026-01-01T00:00:00.000Z"})
-        assert engine.settle([settled], schedule=SCHEDULE, using=USING) == {id_: "done"}
+        assert engine.settle([settled], schedule=SCHEDULE, using=USING) == {settled.lease: "done"}
     return [query["sql"].split()[0] for query in queries.captured_queries]
 
 

@@ -290,7 +290,7 @@ def test_a_relay_whose_clock_is_wrong_takes_nothing_of_anothers(
     assert 99 < (due - created).total_seconds() < 125 + 10
     assert engine.settle(
         [engine.Settled(lease, engine.Done())], schedule=get_settings().events.schedule, using="default"
-    ) == {held[0]: "done"}
+    ) == {lease: "done"}
 
 
 def test_once_and_drain_end_by_themselves(start_relay: StartRelay, stage: Stage) -> None:

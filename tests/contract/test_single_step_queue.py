@@ -56,7 +56,8 @@ def stored(id_: UUID) -> Parcel:
 
 
 def settle(*settled: engine.Settled, schedule: Schedule = SCHEDULE, **options: Any) -> dict[UUID, str]:
-    return engine.settle(settled, schedule=schedule, using=USING, **options)
+    written = engine.settle(settled, schedule=schedule, using=USING, **options)
+    return {lease.id: status for lease, status in written.items()}
 
 
 def done(lease: engine.Lease, **columns: Any) -> engine.Settled:

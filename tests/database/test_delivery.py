@@ -77,7 +77,7 @@ def claim_one() -> engine.Lease:
     return lease
 
 
-def settle(run: EventRun) -> dict[UUID, str]:
+def settle(run: EventRun) -> dict[engine.Lease, str]:
     return engine.settle([run.settled()], schedule=get_settings().events.schedule, using=USING, announce=announcement)
 
 

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
 from django.db import connection
@@ -634,7 +633,7 @@ def claim_one(work: WebhookWork) -> engine.Lease:
     return lease
 
 
-def settle(work: WebhookWork, run: Any) -> dict[UUID, str]:
+def settle(work: WebhookWork, run: Any) -> dict[engine.Lease, str]:
     written = engine.settle(
         [run.settled()],
         schedule=work.settings().schedule,
