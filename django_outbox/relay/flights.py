@@ -23,6 +23,8 @@ logger = logging.getLogger("django_outbox.relay")
 
 SETTLE_LIMIT: Final = 500
 SETTLE_GATHER_SECONDS: Final = 0.01
+AWAITED_GATHER_SECONDS: Final = 0.005
+"""The same where threads stand still meanwhile."""
 RETRY_MIN_SECONDS: Final = 0.05
 RETRY_MAX_SECONDS: Final = 2.0
 
@@ -214,10 +216,11 @@ class Flights:
         at_work = [lane for lane in self.lanes if lane.ready]
         if not at_work:
             return
-        # Where every thread waits for its outcome, no more come than there are threads.
-        enough = min((lane.threads for lane in at_work if lane.work.one_at_a_time), default=SETTLE_LIMIT)
-        pause = SETTLE_GATHER_SECONDS if enough == SETTLE_LIMIT else SETTLE_GATHER_SECONDS / 5
-        until = time.monotonic() + SETTLE_GATHER_SECONDS
+        enough, longest, pause = SETTLE_LIMIT, SETTLE_GATHER_SECONDS, SETTLE_GATHER_SECONDS
+        if awaited := [lane.threads for lane in at_work if lane.work.one_at_a_time]:
+            # Where every thread waits for its outcome, no more come than there are threads.
+            enough, longest, pause = min(awaited), AWAITED_GATHER_SECONDS, AWAITED_GATHER_SECONDS / 5
+        until = time.monotonic() + longest
         while count + self._outcomes.qsize() < enough and time.monotonic() < until:
             time.sleep(pause)
 

@@ -32,6 +32,7 @@ WORKLOADS = (
     "memory",
     "mail_enqueue",
     "mail_send",
+    "mail_far",
     "mail_memory",
     "webhooks",
     "hook_fanout",

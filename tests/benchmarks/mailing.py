@@ -70,10 +70,13 @@ def mail_enqueue(bench: Bench) -> Iterator[Line]:
 
 
 @contextmanager
-def _sink() -> Iterator[int]:
-    """Start a mail server in a process of its own; it takes everything and keeps nothing."""
+def _sink(away_seconds: float = 0.0) -> Iterator[int]:
+    """Start a mail server in a process of its own, so many seconds away; it takes everything and keeps nothing."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.benchmarks.sink"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.benchmarks.sink", str(away_seconds)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     try:
@@ -114,16 +117,34 @@ def mail_send(bench: Bench) -> Iterator[Line]:
     reference: list[float] = []
     for _ in bench.each_round("mail_send"):
         with _sink() as port:
-            backend = SMTPBackend(host="127.0.0.1", port=port)
-            backend.open()
-            messages = [_message(number) for number in range(count)]
-            began = time.perf_counter()
-            for each in messages:
-                backend.send_messages([each])
-            reference.append(count / (time.perf_counter() - began))
-            backend.close()
+            reference.append(_sent_by_hand(count, port))
             ours.append(_sent_by_relay(count, port)[0])
     yield compared("mail_send: messages sent", ours, reference, unit="messages/s", at_least=0.7)
+
+
+def mail_far(bench: Bench) -> Iterator[Line]:
+    """Send through a server that is 20 ms away, as one on the internet may be."""
+    count = bench.size(1_000, least=100)
+    ours: list[float] = []
+    reference: list[float] = []
+    for _ in bench.each_round("mail_far"):
+        with _sink(0.02) as port:
+            reference.append(_sent_by_hand(max(20, count // 20), port))
+            ours.append(_sent_by_relay(count, port)[0])
+    yield compared("mail_far: the same, the server 20 ms away", ours, reference, unit="messages/s")
+
+
+def _sent_by_hand(count: int, port: int) -> float:
+    """Send in a plain loop over one open connection; return messages a second."""
+    backend = SMTPBackend(host="127.0.0.1", port=port)
+    backend.open()
+    messages = [_message(number) for number in range(count)]
+    began = time.perf_counter()
+    for each in messages:
+        backend.send_messages([each])
+    rate = count / (time.perf_counter() - began)
+    backend.close()
+    return rate
 
 
 def mail_memory(bench: Bench) -> Iterator[Line]:

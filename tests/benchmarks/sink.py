@@ -1,12 +1,19 @@
-"""A mail server that takes everything and keeps nothing; it prints its port."""
+"""
+A mail server that takes everything and keeps nothing; it prints its port.
+
+Its argument is the seconds that each of its answers takes, as if it were far away.
+"""
 
 from __future__ import annotations
 
 import socket
 import socketserver
+import sys
+import time
 
 _REPLIES = {b"EHLO": b"250-sink\r\n250-PIPELINING\r\n250 8BITMIME\r\n", b"DATA": b"354 go on\r\n"}
 _END = b"\r\n.\r\n"
+_AWAY_SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
 
 
 class _Sink(socketserver.BaseRequestHandler):
@@ -24,6 +31,8 @@ class _Sink(socketserver.BaseRequestHandler):
                 replies.append(b"250 taken\r\n" if in_body else _REPLIES.get(verb, b"250 ok\r\n"))
                 in_body = not in_body and verb == b"DATA"
             if replies:
+                if _AWAY_SECONDS:
+                    time.sleep(_AWAY_SECONDS)
                 self.request.sendall(b"".join(replies))
 
 
