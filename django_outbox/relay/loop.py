@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ FAILED_FLOOR_SECONDS: Final = 2.0
 SPARING_FLOOR_SECONDS: Final = 1.0
 SETTLE_UP_SECONDS: Final = 5.0
 PURGE_EVERY_SECONDS: Final = 60.0
+PURGE_IDLE_SECONDS: Final = 300.0
+"""The same after a purge that found nothing: a relay with nothing to do asks the database little."""
 PURGE_LIMIT: Final = 2_000
 
 
@@ -192,7 +195,8 @@ class Relay:
     # --- claiming
 
     def _claim_loop(self) -> None:
-        purge_at = time.monotonic() + PURGE_EVERY_SECONDS
+        # Relays that start at one moment need not purge at one moment.
+        purge_at = time.monotonic() + PURGE_EVERY_SECONDS * random.uniform(1, 2)  # noqa: S311
         while not self._stopping:
             # Before the looks, never after: what commits while one runs wakes us again.
             self._signal.clear()
@@ -210,8 +214,10 @@ class Relay:
                     and time.monotonic() >= purge_at
                     and not any(lane.hungry for lane in self.lanes)
                 ):
+                    # Set before: one that the database refuses must not be all that the relay does.
                     purge_at = time.monotonic() + PURGE_EVERY_SECONDS
-                    self._purge()
+                    if not self._purge():
+                        purge_at = time.monotonic() + PURGE_IDLE_SECONDS
             except DATABASE_TROUBLE as error:
                 self.health.failed("claim", error)
                 self._recover()
@@ -333,10 +339,14 @@ class Relay:
                 self.flights.landed.wait(0.1)
         self._recovering = False
 
-    def _purge(self) -> None:
+    def _purge(self) -> int:
+        """Delete old rows of all queues, a bounded number of each; return how many went."""
+        total = 0
         for lane in self.lanes:
             if gone := lane.work.purge(using=self.using, limit=PURGE_LIMIT):
                 logger.info("old rows removed queue=%s rows=%d", lane.work.queue.name, gone)
+                total += gone
+        return total
 
     # --- sleeping
 
