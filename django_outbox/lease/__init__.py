@@ -17,7 +17,7 @@ All the SQL is here, for PostgreSQL and SQLite. What holds for every statement:
 
 from __future__ import annotations
 
-from django_outbox.lease.claim import Claimer, next_due_seconds
+from django_outbox.lease.claim import SMALL_LIMIT, USUAL_LIMIT, Claimer, next_due_seconds
 from django_outbox.lease.due import Scope, due_scopes
 from django_outbox.lease.enqueue import insert_rows, insert_values, keep_rows
 from django_outbox.lease.insert import insert_events
@@ -50,6 +50,8 @@ __all__ = [
     "LOCKED",
     "REFUSED_TEXT",
     "RETRYABLE",
+    "SMALL_LIMIT",
+    "USUAL_LIMIT",
     "Backlog",
     "Claimer",
     "Clock",

@@ -29,8 +29,9 @@ _Scoped = tuple[Mapping[str, Any], int]
 _NO_SCOPE: Final[Mapping[str, Any]] = MappingProxyType({})
 _SHARED: Final = ("id", "fence", "attempts", "status", "lost_leases", "quiet")
 
+SMALL_LIMIT: Final = 100
 USUAL_LIMIT: Final = 500
-"""A claim of this size has its limits in the text, so that also a plan for any parameters is made for them."""
+"""Claims of these sizes have their limits in the text, so that also a plan for any parameters is made for them."""
 
 FRESH_LIMIT: Final = 20
 """Rows of a claim of new ones only: enough for a wake-up. Where there are more, the next claim is a whole one."""
@@ -271,7 +272,7 @@ class Claimer:
         # disk. Inside a caller's transaction (a test's) that would weaken more than the claim.
         lazy = not connection.in_atomic_block
         rooms = {name: dead if name == "dead" else limit for name in order}
-        literal = tuple(rooms.values()) if limit in {USUAL_LIMIT, FRESH_LIMIT} else None
+        literal = tuple(rooms.values()) if limit in {USUAL_LIMIT, SMALL_LIMIT, FRESH_LIMIT} else None
         sql = _postgres_claim(self.queue, table_of(self.queue, connection), order, lazy, narrowed.sql, literal)
         params: list[Any] = []
         for room in rooms.values():
