@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from django_outbox import lease as engine
@@ -32,11 +33,13 @@ RETRY_MAX_SECONDS: Final = 2.0
 class Flight:
     """A row that this process owns."""
 
-    __slots__ = ("_open", "elapsed", "lane", "lease", "run", "tried")
+    __slots__ = ("_open", "elapsed", "fence", "lane", "lease", "run", "tried")
 
     def __init__(self, lane: Lane, lease: engine.Lease) -> None:
         self.lane = lane
         self.lease = lease
+        self.fence = lease.fence
+        """That of the claim by which it came; see `Flights.take`."""
         self.run: Run | None = None
         self.elapsed = 0.0
         self.tried = False
@@ -119,7 +122,8 @@ class Flights:
                     fresh.append(flight)
                 else:
                     # Our own lease ran out while the row is still in our hands. The run in
-                    # progress goes on under the new fence; a second one must not start.
+                    # progress goes on under the new fence; a second one must not start. Or its
+                    # outcome is written and it has only to land, which gives the row back.
                     known.lease.fence, known.lease.deadline = lease.fence, lease.deadline
         return fresh
 
@@ -149,31 +153,46 @@ class Flights:
         logger.warning(
             "lease lost, the row is another relay's now queue=%s id=%s", flight.lane.work.queue.name, flight.lease.id
         )
-        self._land([flight], ["lost"])
+        self._land([flight], ["lost"], {flight.lease: flight.fence})
 
     def release(self, flights: Sequence[Flight]) -> None:
         """Give back rows of one queue that were not started, their attempt with them."""
         for start in range(0, len(flights), SETTLE_LIMIT):
             chunk = flights[start : start + SETTLE_LIMIT]
-            given_back = 0
-            try:
-                with self.claiming:
-                    given_back = engine.release([flight.lease for flight in chunk], using=self.using)
-            except DATABASE_TROUBLE as error:
-                # Their leases run out by themselves.
-                self._health.failed("release", error)
-            self._land(chunk, ["released"] * given_back)
+            leases = [flight.lease for flight in chunk]
+            # No claim comes between: it would take the rows for still in flight.
+            with self.claiming:
+                self._land(chunk, ["released"] * self._released(leases), {lease: lease.fence for lease in leases})
 
-    def _land(self, flights: Sequence[Flight], became: Iterable[str]) -> None:
+    def _released(self, leases: Sequence[engine.Lease]) -> int:
+        """Give back rows; return how many were given back."""
+        try:
+            return engine.release(leases, using=self.using)
+        except DATABASE_TROUBLE as error:
+            # Their leases run out by themselves.
+            self._health.failed("release", error)
+            return 0
+
+    def _land(self, flights: Sequence[Flight], became: Iterable[str], fences: Mapping[engine.Lease, int]) -> None:
+        """
+        Let go of rows that are settled, given back or another's; ``fences``: under which they were.
+
+        A claim of ours may have come between that and this, and have taken a row for still in
+        flight: nobody works on it under its new fence, so it is given back.
+        """
         lane = flights[0].lane
         with self.landed:
             lane.counts.update(became)
             for flight in flights:
                 if lane.flights.get(flight.lease.id.int) is flight:
                     del lane.flights[flight.lease.id.int]
+            claimed_anew = [flight.lease for flight in flights if flight.lease.fence != fences[flight.lease]]
             self.landed.notify_all()
         lane.work.landed([flight.lease for flight in flights])
-        self._when_landed(lane, due=False)
+        if claimed_anew:
+            # Whatever it was at its earlier claim, this holder has done it no harm.
+            self._released([replace(lease, suspect=False) for lease in claimed_anew])
+        self._when_landed(lane, due=bool(claimed_anew))
 
     # --- the settler's thread
 
@@ -280,7 +299,7 @@ class Flights:
                 )
         if ended:
             lane.note_speed(ended)
-            self._land([flight for flight, _ in ended], became)
+            self._land([flight for flight, _ in ended], became, fences)
         if any(status not in {"done", "lost"} for status in became):
             # It may fall due, or its announcement is, before the claim loop would look again.
             self._when_landed(lane, due=True)

@@ -420,6 +420,43 @@ def test_an_error_that_no_database_can_store_costs_one_attempt_like_any_other(ca
     assert stored(id_).attempts == 3
 
 
+def test_a_row_that_is_claimed_again_before_it_has_landed_is_not_left_lying(calls: Calls) -> None:
+    """Its outcome is written and it is due at once; a claim at that very moment finds it still in flight."""
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add(event.attempt)
+        if event.attempt == 1:
+            raise ValueError("once")
+
+    with running_relay() as running:
+        lane = running.relay.lanes[0]
+        claim, note_speed = lane.claimer.claim, lane.note_speed
+        written, claimed = threading.Event(), threading.Event()
+
+        def noted(*args: Any, **options: Any) -> list[engine.Lease]:
+            leases = claim(*args, **options)
+            if written.is_set() and leases:
+                claimed.set()
+            return leases
+
+        def held_up(ended: Any) -> None:
+            if not written.is_set():
+                written.set()
+                lane.due_at = 0.0
+                running.relay._wake("events")
+                assert claimed.wait(DEADLINE_SECONDS)
+                with running.relay.flights.claiming:
+                    pass  # what was claimed is taken by now
+            note_speed(ended)
+
+        lane.claimer.claim, lane.note_speed = noted, held_up  # type: ignore[method-assign]
+        (id_,) = emit()
+        running.wait_for(waiting=1, done=1)
+    assert calls.made == [1, 2]
+    assert stored(id_).attempts == 2
+
+
 def test_a_queue_that_nothing_comes_to_costs_no_threads(calls: Calls) -> None:
     @on_event(TYPE, name="one")
     def one(event: Event) -> None:
