@@ -457,6 +457,33 @@ def test_a_row_that_is_claimed_again_before_it_has_landed_is_not_left_lying(call
     assert stored(id_).attempts == 2
 
 
+def test_a_lost_row_that_comes_back_while_its_old_run_lasts_is_not_left_lying(held: Held, calls: Calls) -> None:
+    """Another relay took it and gave it back; what still runs under the lost lease counts for nothing."""
+
+    @on_event(TYPE, name="one")
+    def one(event: Event) -> None:
+        calls.add(event.attempt)
+        held.pass_through()
+
+    (id_,) = emit()
+    row = OutboxEvent.objects.filter(id=id_)
+    with running_relay() as running:
+        relay, lane = running.relay, running.relay.lanes[0]
+        held.wait_for_entry()
+        row.update(fence=2, leased_by="other")
+        relay._keeper.renew(everything=True)
+        row.update(leased_by="", lease_until=None)
+        lane.due_at = 0.0
+        relay._wake("events")
+        eventually(lambda: row.get().leased_by == relay.holder)
+        with relay.flights.claiming:
+            pass  # what was claimed is taken by now
+        held.go.set()
+        running.wait_for(lost=1, done=1)
+    assert calls.made == [1, 2]
+    assert stored(id_).attempts == 2
+
+
 def test_a_queue_that_nothing_comes_to_costs_no_threads(calls: Calls) -> None:
     @on_event(TYPE, name="one")
     def one(event: Event) -> None:
