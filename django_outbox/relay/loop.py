@@ -46,6 +46,8 @@ SETTLE_UP_SECONDS: Final = 5.0
 PURGE_EVERY_SECONDS: Final = 60.0
 PURGE_IDLE_SECONDS: Final = 300.0
 """The same after a purge that found nothing: a relay with nothing to do asks the database little."""
+PURGE_AGAIN_SECONDS: Final = 1.0
+"""The same after one that its limit ended: a table must not grow because rows end faster than they are deleted."""
 PURGE_LIMIT: Final = 2_000
 
 
@@ -209,15 +211,11 @@ class Relay:
                     if self._look_due(lane) or (idle and self.mode != "serve" and not self._stopping):
                         claimed += self._look(lane)
                         self.health.works()
-                if (
-                    self.mode == "serve"
-                    and time.monotonic() >= purge_at
-                    and not any(lane.hungry for lane in self.lanes)
-                ):
+                has_time = self.mode == "serve" and not any(lane.hungry for lane in self.lanes)
+                if has_time and time.monotonic() >= purge_at:
                     # Set before: one that the database refuses must not be all that the relay does.
                     purge_at = time.monotonic() + PURGE_EVERY_SECONDS
-                    if not self._purge():
-                        purge_at = time.monotonic() + PURGE_IDLE_SECONDS
+                    purge_at = self._purge() + time.monotonic()
             except DATABASE_TROUBLE as error:
                 self.health.failed("claim", error)
                 self._recover()
@@ -227,7 +225,8 @@ class Relay:
                 self.mode == "drain" and idle and not claimed and not any(lane.hungry for lane in self.lanes)
             ):
                 return
-            self._sleep(min(self._next_look(lane) for lane in self.lanes))
+            next_look = min(self._next_look(lane) for lane in self.lanes)
+            self._sleep(min(next_look, purge_at) if has_time else next_look)
 
     def _look_due(self, lane: Lane) -> bool:
         if self._stopping:
@@ -339,14 +338,14 @@ class Relay:
                 self.flights.landed.wait(0.1)
         self._recovering = False
 
-    def _purge(self) -> int:
-        """Delete old rows of all queues, a bounded number of each; return how many went."""
-        total = 0
+    def _purge(self) -> float:
+        """Delete old rows of all queues, a bounded number of each; return the seconds until the next time."""
+        wait = PURGE_IDLE_SECONDS
         for lane in self.lanes:
             if gone := lane.work.purge(using=self.using, limit=PURGE_LIMIT):
                 logger.info("old rows removed queue=%s rows=%d", lane.work.queue.name, gone)
-                total += gone
-        return total
+                wait = min(wait, PURGE_AGAIN_SECONDS if gone >= PURGE_LIMIT else PURGE_EVERY_SECONDS)
+        return wait
 
     # --- sleeping
 

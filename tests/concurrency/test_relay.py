@@ -500,15 +500,17 @@ def test_a_queue_that_nothing_comes_to_costs_no_threads(calls: Calls) -> None:
 def test_a_relay_deletes_old_rows_by_the_way(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And again soon while there are more than it deletes at once, though nothing else wakes it."""
     monkeypatch.setattr("django_outbox.relay.loop.PURGE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("django_outbox.relay.loop.PURGE_LIMIT", 2)
     on_event(TYPE, name="one")(lambda event: calls.add("one"))
-    old, young = emit() + emit()
-    OutboxEvent.objects.filter(id=old).update(status="done", finished_at=LONG_AGO)
+    old, young = emit(5), emit()
+    OutboxEvent.objects.filter(id__in=old).update(status="done", finished_at=LONG_AGO)
     with caplog.at_level(logging.INFO, "django_outbox.relay"), running_relay() as running:
         running.wait_for(done=1)
-        eventually(lambda: not OutboxEvent.objects.filter(id=old).exists())
-    assert stored(young).status == "done"
-    assert "old rows removed queue=events rows=1" in caplog.text
+        eventually(lambda: not OutboxEvent.objects.filter(id__in=old).exists())
+    assert stored(young[0]).status == "done"
+    assert caplog.text.count("old rows removed queue=events rows=2") == 2
 
 
 def test_a_rejected_delivery_is_not_tried_again(calls: Calls) -> None:
